@@ -1829,6 +1829,7 @@ def loop(
         measure(0)
     bar = tqdm(range(start, c.steps), initial=start, total=c.steps, desc="rollouts", dynamic_ncols=True,
                disable=c.rank > 0 or not sys.stderr.isatty())
+    saving = 0.0    # seconds that the checkpoint before this step took
     for step in bar:
         began = time.monotonic()
         # Rollout: the EMA policy draws P x S images, the OCR workers read them
@@ -1858,28 +1859,27 @@ def loop(
 
         # Keep it and show it
         done = step + 1
-        if done % c.save_every == 0 or done == c.steps:
-            save_state(run, model, optimizer, c, done)
         evaluated = done == c.steps or (c.eval_every > 0 and done % c.eval_every == 0)
         if done % c.record_every == 0 or evaluated:
             save_adapter(run, model, c, done)
             if not evaluated:       # which draws the same pictures among its own
                 draw_pictures(engine, reward, held_out, c, run, done)
         metrics |= {"time/sync": synced - began, "time/rollout": drawing, "time/reward": waiting,
-                    "time/train": trained - training, "time/save": time.monotonic() - trained}
+                    "time/train": trained - training, "time/save": saving}
         metrics |= {"images_per_s": len(readings) / (trained - began)} | memory(c, device, reward.pids)
         if evaluated:
             metrics |= measure(done)
         append_metrics(run, metrics, c)
         bar.set_postfix_str(f"reward {metrics['reward/mean']:.3f}")
         if not sys.stderr.isatty():
-            log(
-                f"step {done}/{c.steps}  reward {metrics['reward/mean']:.3f}  "
-                f"exact {metrics['reward/exact']:.2f}  "
-                f"loss {metrics['loss/nft']:.4f}  {trained - began:.1f} s",
-                c,
-                run,
-            )
+            log(f"step {done}/{c.steps}  reward {metrics['reward/mean']:.3f}  exact "
+                f"{metrics['reward/exact']:.2f}  loss {metrics['loss/nft']:.4f}  {trained - began:.1f} s",
+                c, run)
+        # The state last: a stop before this line repeats the step, one after it has nothing left to do.
+        if done % c.save_every == 0 or done == c.steps:
+            saved = time.monotonic()
+            save_state(run, model, optimizer, c, done)
+            saving = time.monotonic() - saved
 
 
 def save_adapter(run: Path, model: Krea2DiT, c: Config, step: int) -> None:

