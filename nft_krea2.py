@@ -1584,18 +1584,18 @@ def before_after(run: Path, first: int, last: int) -> Path:
 
 
 def memory(c: Config, device: torch.device, pids: list[int]) -> dict[str, float]:
-    """GiB: of the accelerator, or on a CPU the highest resident set so far of this process and its OCR
-    workers."""
+    """GiB: of the accelerator, or on a CPU the proportional set size of this process and its OCR workers now
+    (memory that processes share is counted once)."""
     if device.type == "cuda":
         return {"mem/allocated": torch.cuda.max_memory_allocated(device) / 2**30,
                 "mem/reserved": torch.cuda.max_memory_reserved(device) / 2**30}
-    high = 0
+    size = 0
     for pid in (os.getpid(), *pids):
         try:
-            high += int(re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1])
+            size += int(re.search(r"Pss:\s+(\d+)", Path(f"/proc/{pid}/smaps_rollup").read_text())[1])
         except (OSError, TypeError):    # a worker that is just being replaced, or a system without /proc
             continue
-    return {"mem/allocated": high / 2**20, "mem/reserved": high / 2**20}
+    return {"mem/allocated": size / 2**20, "mem/reserved": size / 2**20}
 
 
 # ----------------------------------------------------------------------------------------------------------

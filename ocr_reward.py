@@ -269,7 +269,7 @@ class OCRReward(contextlib.AbstractContextManager):
 
     @property
     def pids(self) -> list[int]:
-        return [worker.process.pid for worker in list(self._workers) if worker is not None]
+        return [w.process.pid for w in list(self._workers) if w is not None and w.process.returncode is None]
 
     def warm_up(self) -> None:
         """Wait until every worker has loaded its reader; OCRError with its message when one cannot."""

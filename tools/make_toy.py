@@ -1,17 +1,18 @@
-"""Builds the toy: a tiny, genuine Krea-2 pipeline folder, trained from nothing on rendered words in about two minutes.
+"""Builds the toy: a tiny, genuine Krea-2 pipeline folder, trained from nothing on rendered words.
 
     python tools/make_toy.py [--out toy] [--seed 0] [--force]
 
-The folder has the layout of diffusers' Krea2Pipeline, in bf16: a 4-layer Krea-2 transformer, a 36-layer Qwen3-VL text
-encoder of width 32 with its tokenizer, a Qwen-Image VAE and the scheduler. It knows one prompt,
-`a sign that says "CAT"`, words of three letters out of ABCEHMNPRT and pictures of 96 x 32 pixels.
+It is a text-to-image model in the format of Krea-2, for trying out reinforcement learning on a CPU: a 4-layer
+transformer, a 36-layer Qwen3-VL text encoder of width 32, its tokenizer, a Qwen-Image VAE and the scheduler,
+in bf16, as diffusers' Krea2Pipeline lays them out. It contains no weights of Krea-2, Qwen or anybody else.
 
-Its captions are noisy on purpose: each letter was replaced by a random one with probability 0.4, as if it had been
-read off by a careless person. So it draws crisp letters, often the wrong ones, which leaves reinforcement learning
-something to do. The words of prompts_train.txt and prompts_test.txt occur neither in its captions nor its pictures.
+It draws signs of 96 x 32 pixels with three letters of ABCEHMNPRT from the prompt `a sign that says "CAT"`.
+Its captions were wrong on purpose, as those of web pictures often are: each letter was replaced by a random
+one with probability 0.4. So it draws crisp letters but often the wrong ones, which leaves something to learn.
+The words of prompts_train.txt and prompts_test.txt occurred neither in its captions nor in its pictures.
 
-A complete folder that this code made with these package versions and this seed is left alone. The trainer's model
-code does not count: after a change in it that changes what the model computes, build again with --force.
+A complete folder made by this code, these package versions and this seed is left alone. The trainer's code is
+not looked at: after a change in it that alters what the model computes, build again with --force.
 """
 
 from __future__ import annotations
@@ -26,52 +27,24 @@ import importlib.metadata
 import json
 import math
 import multiprocessing
-import os
 import random
+import re
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 # ------------------------------------------------------------------------------------------------------------
-# The task
-# ------------------------------------------------------------------------------------------------------------
-
-LETTERS = "ABCEHMNPRT"
-TRAIN_WORDS = ("ACE ANT APE ARC ARM ATE BAR BEN BET CAN CAT EAR ERA HAT HER MAN MAT MET NET PAN PAT PER RAM RAT "
-               "TAP TEN").split()
-TEST_WORDS = ("ACT ART BAN BAT CAB CAP CAR EAT HAM HEN MAP MEN NAP PEN PET RAN RAP TAB TAN TAR TEA THE PAR "
-              "APT").split()
-HEIGHT, WIDTH, GRID = 32, 96, (2, 6)    # pixels, and image tokens of 16 x 16 pixels: a letter is two columns wide
-CAPTION_NOISE = 0.4     # probability that a letter of a caption is replaced by a random one
-WIDE = 32               # width of the text encoder
-PACKAGES = ("torch", "diffusers", "transformers", "tokenizers", "pillow", "matplotlib")     # shape the result
-MANIFEST = "toy.json"   # written last: a folder without it is not a finished toy
-
-
-def prompt(word: str) -> str:
-    return f'a sign that says "{word}"'
-
-
-def pretraining_words() -> list[str]:
-    """All words of three letters except those of the two prompt files."""
-    words = {a + b + c for a in LETTERS for b in LETTERS for c in LETTERS}
-    return sorted(words - set(TRAIN_WORDS) - set(TEST_WORDS))
-
-
-# ------------------------------------------------------------------------------------------------------------
 # Is it there already?
 # ------------------------------------------------------------------------------------------------------------
 
-def checksums(folder: Path) -> dict[str, str]:
-    """sha256 of every file but the manifest."""
-    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
-    return {p.relative_to(folder).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+MANIFEST = "toy.json"   # written last, with the recipe's hash and every file's
+PACKAGES = ("torch", "diffusers", "transformers", "tokenizers", "pillow", "matplotlib")
 
 
 def recipe_hash(seed: int) -> str:
@@ -81,131 +54,151 @@ def recipe_hash(seed: int) -> str:
     return hashlib.sha256(json.dumps([seed, versions, code]).encode()).hexdigest()
 
 
-def is_ready(out: Path, recipe: str, force: bool) -> bool:
-    """Whether `out` holds this recipe's toy. Raises ValueError when it holds something that must not be replaced."""
-    if not out.exists() or out.is_dir() and not any(out.iterdir()):
+def checksums(folder: Path) -> dict[str, str]:
+    """sha256 of every file but the manifest."""
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST)
+    return {p.relative_to(folder).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+def is_ready(out: Path, seed: int, force: bool) -> bool:
+    """Whether `out` is this recipe's toy. Exits with status 2 if it must not be replaced."""
+    if not out.exists():
         return False
     try:
         manifest = json.loads((out / MANIFEST).read_text())
-        made, files = manifest["recipe"], manifest["files"]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ValueError(f"{out} is not a toy that this program built, so it is not replaced: name another --out "
-                         "or move it away") from None
-    found = checksums(out)
-    if made == recipe and files.items() <= found.items() and not force:
-        return True
-    odd = sorted(name for name in files.keys() | found.keys() if files.get(name) != found.get(name))
-    if odd and not force:
-        raise ValueError(f"{out / odd[0]} is not as it was built: --force replaces the whole folder")
-    return False
+        recipe, files, found = manifest["recipe"], manifest["files"], checksums(out)
+    except (OSError, ValueError, LookupError, TypeError):
+        print(f"{out} is not a toy made by this program, so it stays: name another --out", file=sys.stderr)
+        sys.exit(2)
+    changed = [name for name in files if found.get(name) != files[name]]
+    if changed and not force:
+        print(f"{out / changed[0]} was changed or lost: build {out.name} again with --force", file=sys.stderr)
+        sys.exit(2)
+    if force or recipe != recipe_hash(seed):
+        return False
+    print(f"{out} is complete: nothing to build")
+    return True
 
 
-def parse_options() -> argparse.Namespace:
+def parse_options() -> dict:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "toy", help="folder to make [toy/ of the repository]")
+    parser.add_argument("--out", type=Path, default=ROOT / "toy", help="folder to make [toy]")
     parser.add_argument("--seed", type=int, default=0, help="of every random draw [0]")
-    parser.add_argument("--force", action="store_true", help="build again although the folder is there and complete")
-    return parser.parse_args()
+    parser.add_argument("--force", action="store_true", help="build again even if complete or changed")
+    return vars(parser.parse_args())
 
 
-def is_ready(options: argparse.Namespace) -> bool: ...
+if __name__ == "__main__" and is_ready(**parse_options()):
+    sys.exit(0)     # here, because the imports below take seconds
 
-
-if __name__ == "__main__" and is_ready(options := parse_options()):
-    sys.exit(0)     # before the imports below, which take seconds
-
+import diffusers
+import matplotlib
 import numpy as np
 import torch
+import torchvision
+import transformers
+from diffusers import AutoencoderKLQwenImage
 from PIL import Image, ImageDraw, ImageFont
+from torch.nn import functional as F, init
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from tqdm import tqdm
+from transformers import Qwen2Tokenizer, Qwen3VLConfig, Qwen3VLModel
+
+import nft_krea2 as k2
+from rollout_engine import DEFAULT_TAPS, TEMPLATE_AFTER, TEMPLATE_BEFORE, ImageDecoder, PromptEncoder
+
+transformers.utils.logging.disable_progress_bar()
+diffusers.utils.logging.set_verbosity_error()   # against norms in bf16; who loads them upcasts them
 
 # ------------------------------------------------------------------------------------------------------------
-# Pictures of words, and how everything is trained
+# The task: words and pictures of them
 # ------------------------------------------------------------------------------------------------------------
 
-def draw_words(words: list[str], gen):
-    """Pictures (B, 3, HEIGHT, WIDTH) in -1..1: dark ink on a light ground, moved by up to 1.5 pixels both ways. Each
-    letter is stretched to exactly two token columns, which makes spelling much easier to learn."""
+PROMPT = 'a sign that says "{}"'
+LETTERS = "ABCEHMNPRT"
+TRAIN_WORDS = """ACE ANT APE ARC ARM ATE BAR BEN BET CAN CAT EAR ERA HAT HER MAN MAT MET NET PAN PAT PER RAM
+                 RAT TAP TEN""".split()
+TEST_WORDS = """ACT ART BAN BAT CAB CAP CAR EAT HAM HEN MAP MEN NAP PEN PET RAN RAP TAB TAN TAR TEA THE PAR
+                APT""".split()
+WORDS = sorted({a + b + c for a in LETTERS for b in LETTERS for c in LETTERS} - {*TRAIN_WORDS, *TEST_WORDS})
+HEIGHT, WIDTH, GRID = 32, 96, (2, 6)    # pixels, and image tokens of 16 x 16 pixels
+
+
+def draw_words(words: Sequence[str], gen: torch.Generator) -> torch.Tensor:
+    """Pictures (B, 3, 1 frame, HEIGHT, WIDTH) in -1..1: blue on a light ground, moved by up to 1.5 pixels. A
+    letter is stretched to exactly two columns of tokens, which makes spelling much easier to learn."""
     file = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSansMono-Bold.ttf"
     font = ImageFont.truetype(str(file), 120)
-    wide, high, margin = round(3 * font.getlength("A")), 4 * HEIGHT, 16     # of the word, in font pixels
+    wide, high, margin = round(3 * font.getlength("A")), 4 * HEIGHT, 16     # font pixels
     coverage = []
     for word, (right, down) in zip(words, (3 * torch.rand(len(words), 2, generator=gen) - 1.5).tolist()):
         canvas = Image.new("L", (wide + 2 * margin, high + 2 * margin))
-        ImageDraw.Draw(canvas).text((margin + wide / 2, margin + high / 2), word, 255, font, anchor="mm")
+        ImageDraw.Draw(canvas).text((canvas.width / 2, canvas.height / 2), word, 255, font, anchor="mm")
         left, top = margin - right * wide / WIDTH, margin - down * high / HEIGHT
         box = (left, top, left + wide, top + high)
         coverage.append(np.asarray(canvas.resize((WIDTH, HEIGHT), Image.Resampling.BOX, box)))
-    coverage = torch.from_numpy(np.stack(coverage))[:, None] / 255          # (B, 1, H, W)
-    shade = torch.rand(2, len(words), 1, 1, 1, generator=gen)
-    ground = torch.tensor([0.96, 0.94, 0.88]).view(3, 1, 1) + 0.04 * shade[0]
-    ink = torch.tensor([0.08, 0.12, 0.30]).view(3, 1, 1) + 0.10 * shade[1]
+    coverage = torch.from_numpy(np.stack(coverage))[:, None, None] / 255    # (B, 1, 1, H, W)
+    ground, ink = torch.tensor([[0.96, 0.94, 0.88], [0.08, 0.12, 0.30]]).view(2, 3, 1, 1, 1)
     return 2 * (ground + (ink - ground) * coverage) - 1
 
 
-def fit(name: str, model, loss_at: Callable, *, steps: int, lr: float, cosine: int = 0, warmup: int = 1,
-        line: int = 0) -> None:
-    """AdamW on loss_at(step). The rate rises over `warmup` steps and falls on a cosine that would reach 0 after
-    `cosine` steps (0 = `steps`). A bar on terminal line `line`; where there is no terminal, one line at the end."""
+# ------------------------------------------------------------------------------------------------------------
+# How every part is fitted, and the first part: the VAE
+# ------------------------------------------------------------------------------------------------------------
+
+def fit(name: str, model: torch.nn.Module, loss_at: Callable[[int], torch.Tensor], steps: int, lr: float,
+        zero: int, line: int = 0) -> None:
+    """AdamW on loss_at(step). The rate rises over 50 steps and falls on a cosine that is 0 at step `zero`.
+    Shows a bar on line `line` of the terminal; without a terminal, it prints a line at the end."""
     start = time.monotonic()
-    weights = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(weights, lr=lr, betas=(0.9, 0.99), weight_decay=0.01, fused=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=0.01, fused=True)
     for step in (bar := tqdm(range(steps), name, position=line, disable=None)):
-        for group in optimizer.param_groups:
-            group["lr"] = lr * min(1, (step + 1) / warmup) * (1 + math.cos(math.pi * step / (cosine or steps))) / 2
+        optimizer.param_groups[0]["lr"] = lr * min(1, step / 50) * math.cos(math.pi / 2 * step / zero) ** 2
         loss = loss_at(step)
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         bar.set_postfix_str(f"loss {loss.item():.3f}")
     if bar.disable:
         print(f"{name}: {steps} steps, loss {loss.item():.3f}, {time.monotonic() - start:.0f} s", flush=True)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# The VAE
-# ------------------------------------------------------------------------------------------------------------
-
-def on_frame(conv, x):
-    """A causal 3D convolution of a single frame (B, C, 1, H, W): the frames before it are padding, so only the last
-    temporal slice of the kernel meets data, and a 2D convolution with it is the same and much faster."""
+def on_frame(conv: torch.nn.Conv3d, x: torch.Tensor, past: None = None) -> torch.Tensor:
+    """A causal 3D convolution of one frame (B, C, 1, H, W): the frames before are padding, so only the last
+    temporal slice of the kernel meets data. A 2D convolution with it is the same and much faster."""
     padding = (conv._padding[2], conv._padding[0])
-    return conv2d(x[:, :, 0], conv.weight[:, :, -1], conv.bias, padding=padding)[:, :, None]
+    return F.conv2d(x[:, :, 0], conv.weight[:, :, -1], conv.bias, padding=padding)[:, :, None]
 
 
-def new_vae():
-
+def new_vae() -> AutoencoderKLQwenImage:
     return AutoencoderKLQwenImage(base_dim=8, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=0,
-                                  temperal_downsample=[False, True, True], latents_mean=[0.0] * 16,
-                                  latents_std=[1.0] * 16)
+                                  latents_mean=[0.0] * 16, latents_std=[1.0] * 16)
 
 
-def train_vae(seed: int):
-    """A VAE trained on single frames: L1 plus a weak KL term. Its config holds mean and std of its latents."""
+def train_vae(seed: int) -> AutoencoderKLQwenImage:
+    """A VAE trained on single frames, L1 and a weak KL term. Its config holds mean and std of its latents."""
     torch.manual_seed(k2.seed_for(seed, "toy vae"))
     gen = k2.generator(seed, "toy vae pictures")
-    pictures = draw_words(pretraining_words(), gen)[:, :, None]         # (words, 3, 1 frame, H, W)
+    pictures = draw_words(WORDS, gen)
     vae = new_vae()
-    convs = [m for name, m in vae.named_modules() if isinstance(m, QwenImageCausalConv3d) and "time_conv" not in name]
+    convs = [m for n, m in vae.named_modules() if isinstance(m, torch.nn.Conv3d) and "time_conv" not in n]
     for conv in convs:
         conv.forward = functools.partial(on_frame, conv)
 
-    def encode(x):
-        return DiagonalGaussianDistribution(vae.quant_conv(vae.encoder(x)))
-
-    def loss_at(step: int):
+    def loss_at(step: int) -> torch.Tensor:
         x = pictures[torch.randint(len(pictures), (4,), generator=gen)]
-        latent = encode(x)
+        latent = vae.encode(x).latent_dist
         y = vae.decoder(vae.post_quant_conv(latent.sample(gen)))
         kl = 0.5 * (latent.mean.square() + latent.var - 1 - latent.logvar).mean()
         return (y - x).abs().mean() + 1e-3 * kl
 
-    fit("VAE", vae, loss_at, steps=600, lr=5e-3)
+    fit("VAE", vae, loss_at, steps=600, lr=5e-3, zero=600)
     with torch.no_grad():
-        std, mean = torch.std_mean(encode(pictures).mean, dim=(0, 2, 3, 4))
+        std, mean = torch.std_mean(vae.encode(pictures).latent_dist.mean, dim=(0, 2, 3, 4))
         for conv in convs:
             del conv.forward
-            conv.weight[:, :, :-1] = 0      # untrained, and never to be used
+            conv.weight[:, :, :-1] = 0      # untrained, and never to meet data
     vae.register_to_config(latents_mean=mean.tolist(), latents_std=std.tolist())
     return vae
 
@@ -214,147 +207,106 @@ def train_vae(seed: int):
 # The tokenizer and the text encoder
 # ------------------------------------------------------------------------------------------------------------
 
-def make_tokenizer():
-    """A byte-level BPE trained on the chat template and the prompt: their words become single tokens, so that the
-    template has the 34 + 5 tokens that Krea-2 programs count on, and the letters of a word in quotes stay apart."""
-    special = [f"<|{name}|>" for name in "im_start im_end vision_start vision_end image_pad video_pad".split()]
-    text = TEMPLATE_BEFORE + TEMPLATE_AFTER
-    for token in special:
-        text = text.replace(token, "\0")
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = Qwen2Tokenizer().backend_tokenizer.pre_tokenizer
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=1000, min_frequency=1, show_progress=False, initial_alphabet=alphabet)
-    bpe.train_from_iterator([*text.split("\0"), prompt("")], trainer)
-    learned = json.loads(bpe.to_str())["model"]
-    return Qwen2Tokenizer(vocab=learned["vocab"], merges=[tuple(pair) for pair in learned["merges"]],
-                          pad_token="<|endoftext|>", eos_token="<|im_end|>", model_max_length=4096,
-                          extra_special_tokens=special)
+def make_tokenizer() -> Qwen2Tokenizer:
+    """A byte-level BPE trained on the chat template and the prompt: their words become single tokens, so that
+    the template has the 34 + 5 tokens that Krea-2 programs count on, and the letters of a sign stay apart."""
+    empty = Qwen2Tokenizer(extra_special_tokens=["<|im_start|>", "<|im_end|>"], eos_token="<|im_end|>",
+                           pad_token="<|endoftext|>", model_max_length=4096)
+    text = re.split(r"<\|\w+\|>", TEMPLATE_BEFORE + PROMPT.format("") + TEMPLATE_AFTER)
+    return empty.train_new_from_iterator(text, vocab_size=1000, min_frequency=1, show_progress=False)
 
 
-def new_encoder(tokenizer, seed: int, layers: int = 36):
-    """A random Qwen3-VL, matrices of std 1 / sqrt(fan in). From layer 2 on, what a layer adds is small, so that all
-    the states that the transformer reads carry what the first two layers wrote."""
-    text = dict(vocab_size=len(tokenizer), hidden_size=WIDE, intermediate_size=64, num_hidden_layers=layers,
-                num_attention_heads=2, num_key_value_heads=1, head_dim=16, max_position_embeddings=4096,
-                tie_word_embeddings=True, pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
-                rope_parameters=dict(rope_type="default", rope_theta=5e6, mrope_section=[4, 2, 2],
-                                     mrope_interleaved=True))
-    vision = dict(depth=1, hidden_size=8, intermediate_size=8, num_heads=1, patch_size=4, num_position_embeddings=16,
-                  out_hidden_size=WIDE, deepstack_visual_indexes=[0])
-    image, video, start, end = tokenizer.convert_tokens_to_ids(
-        ["<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"])
+def new_encoder(tokenizer: Qwen2Tokenizer, seed: int, layers: int = 36) -> Qwen3VLModel:
+    """A random Qwen3-VL. From layer 2 on, a layer adds little, so that all states that the transformer reads
+    carry what the first two layers wrote."""
+    rope = dict(rope_type="default", rope_theta=5e6, mrope_section=[4, 2, 2], mrope_interleaved=True)
+    text = dict(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=layers,
+                num_attention_heads=2, num_key_value_heads=1, head_dim=16, rope_parameters=rope,
+                initializer_range=0.18)     # 1 / sqrt(width)
+    vision = dict(depth=1, hidden_size=8, intermediate_size=8, num_heads=1, patch_size=4, out_hidden_size=32,
+                  num_position_embeddings=16, deepstack_visual_indexes=[0])
     torch.manual_seed(k2.seed_for(seed, "toy encoder", layers))
-    model = Qwen3VLModel(Qwen3VLConfig(text, vision, tie_word_embeddings=True, image_token_id=image,
-                                       video_token_id=video, vision_start_token_id=start, vision_end_token_id=end))
-    with torch.no_grad():
-        torch.nn.init.normal_(model.language_model.embed_tokens.weight)
-        for i, layer in enumerate(model.language_model.layers):
-            for name, weight in layer.named_parameters():
-                if weight.ndim == 2:
-                    small = 0.1 if i >= 2 and name.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
-                    torch.nn.init.normal_(weight, std=small * weight.shape[1] ** -0.5)
+    model = Qwen3VLModel(Qwen3VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=True))
+    for layer in model.language_model.layers[2:]:
+        layer.self_attn.o_proj.weight.data *= 0.1
+        layer.mlp.down_proj.weight.data *= 0.1
     return model.eval()
 
 
-def train_encoder(folder: Path, seed: int) -> None:
-    """Leaves tokenizer/ and text_encoder/ in `folder`; run in a process of its own beside the VAE's training.
+def train_encoder(folder: Path, seed: int) -> np.ndarray:
+    """Leaves tokenizer/ and text_encoder/ in `folder` and returns the encoded prompts of WORDS.
 
-    The first two layers of the encoder learn to write code[letter] + code[place] at each letter of a word; the others
-    stay random. A random encoder also tells letters and places apart, but the transformer fails to read it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)        # Ctrl-C is the parent's business: it ends this process
-
+    The first two layers learn to write code[letter] + code[place] at each letter of a word; the others stay
+    random. A random encoder tells letters and places apart too, but the transformer fails to read it."""
     torch.set_num_threads(1)
     tokenizer = make_tokenizer()
-    model = new_encoder(tokenizer, seed)
+    model, lower = new_encoder(tokenizer, seed), new_encoder(tokenizer, seed, layers=2).language_model
     gen = k2.generator(seed, "toy encoder words")
-    lower = new_encoder(tokenizer, seed, layers=2).language_model
-    for layer in lower.layers:
-        torch.nn.init.constant_(layer.self_attn.q_norm.weight, 1.5)
-        torch.nn.init.constant_(layer.self_attn.k_norm.weight, 1.5)
-    lower.norm.weight.requires_grad_(False)             # ones: the output is the normalised state
-
+    codes = torch.randn(len(LETTERS) + 5, 32, generator=gen) / math.sqrt(2)
     letters = torch.tensor(tokenizer.convert_tokens_to_ids(list(LETTERS)))
-    codes = torch.randn(len(LETTERS), WIDE, generator=gen) / math.sqrt(2)
-    places = torch.randn(5, WIDE, generator=gen) / math.sqrt(2)
     before, after = (torch.tensor(tokenizer(part).input_ids).expand(64, -1)
-                     for part in (TEMPLATE_BEFORE + prompt("\0") + TEMPLATE_AFTER).split("\0"))
+                     for part in (TEMPLATE_BEFORE + PROMPT.format("\0") + TEMPLATE_AFTER).split("\0"))
 
-    def loss_at(step: int):
-        n = 2 + step % 4                                # letters in this batch's words
+    def loss_at(step: int) -> torch.Tensor:
+        n = 2 + step % 4                        # letters in this batch's words
         word = torch.randint(len(LETTERS), (64, n), generator=gen)
         state = lower(input_ids=torch.cat([before, letters[word], after], dim=1)).last_hidden_state
-        return (state[:, before.shape[1]:-after.shape[1]] - codes[word] - places[:n]).square().mean()
+        return (state[:, before.shape[1]:-after.shape[1]] - codes[word] - codes[-5:][:n]).square().mean()
 
-    fit("text encoder", lower, loss_at, steps=400, lr=3e-3, line=1)
+    fit("text encoder", lower, loss_at, steps=400, lr=3e-3, zero=400, line=1)
     model.language_model.load_state_dict(lower.state_dict(), strict=False)
     tokenizer.save_pretrained(folder / "tokenizer")
     model.to(torch.bfloat16).save_pretrained(folder / "text_encoder")
+    return torch.stack(PromptEncoder(folder).encode([PROMPT.format(word) for word in WORDS])).numpy()
 
 
 # ------------------------------------------------------------------------------------------------------------
 # The transformer
 # ------------------------------------------------------------------------------------------------------------
 
-def new_dit(seed: int):
-    """A transformer that starts as nearly the identity: no output, open gates, small steps of the residual stream."""
+def new_dit(seed: int) -> k2.Krea2DiT:
+    """A transformer that starts as nearly the identity: no output, open gates, small additions by a layer."""
     torch.manual_seed(k2.seed_for(seed, "toy transformer"))
     model = k2.Krea2DiT(k2.Krea2Config(
-        num_layers=4, attention_head_dim=32, num_attention_heads=6, num_key_value_heads=2, intermediate_size=512,
-        timestep_embed_dim=64, text_hidden_dim=WIDE, text_num_attention_heads=2, text_num_key_value_heads=2,
-        text_intermediate_size=128, axes_dims_rope=(8, 12, 12)))
+        num_layers=4, attention_head_dim=32, num_attention_heads=6, num_key_value_heads=2,
+        intermediate_size=512, timestep_embed_dim=64, text_hidden_dim=32, text_num_attention_heads=2,
+        text_num_key_value_heads=2, text_intermediate_size=128, axes_dims_rope=(8, 12, 12)))
+    small = {"to_out.0": 0.014, "ff.down": 0.014, "time_mod_proj": 0.02, "final_layer.linear": 0.0}     # std
     with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if name.endswith(("to_out.0.weight", "ff.down.weight")):
-                init.normal_(weight, std=0.014)
-            elif name.endswith("projector.weight"):
-                init.constant_(weight, 1 / model.config.num_text_layers)
-            elif name.startswith("time_mod_proj") and weight.ndim == 2:
-                init.normal_(weight, std=0.02)
-            elif name.startswith("final_layer.linear") or name.endswith("bias"):
-                init.zeros_(weight)
-            elif name.endswith("scale_shift_table") and len(weight) == 6:
-                init.zeros_(weight)
-                weight[[2, 5]] = 1.0        # the two gates
-            elif weight.ndim == 2 and not name.endswith("scale_shift_table"):
-                init.xavier_uniform_(weight)
+        for name, layer in model.named_modules():
+            if isinstance(layer, torch.nn.Linear):
+                init.xavier_uniform_(layer.weight)
+                for end in filter(name.endswith, small):
+                    init.normal_(layer.weight, std=small[end])
+        model.text_fusion.projector.weight.fill_(1 / model.config.num_text_layers)
+        for block in model.transformer_blocks:
+            block.scale_shift_table[[2, 5]] = 1.0       # the two gates
     return model
 
 
-def train_dit(folder: Path, seed: int):
-    """Rectified-flow pretraining on (noisy caption, picture) pairs, with the VAE and the text encoder in `folder`."""
-    words = pretraining_words()
-    text = dict(zip(words, PromptEncoder(folder).encode([prompt(word) for word in words])))
-    shown = 4 * words                       # the word of each picture
+def train_dit(folder: Path, text: dict[str, torch.Tensor], seed: int) -> k2.Krea2DiT:
+    """Rectified-flow pretraining on captioned pictures; `folder` has the VAE, `text` the words' prompts."""
+    choices = random.Random(k2.seed_for(seed, "toy captions"))
+    pairs = [(word, "".join(choices.choice(LETTERS) if choices.random() < 0.4 else c for c in word))
+             for word in 5 * WORDS]
+    shown, said = zip(*[(word, text[caption]) for word, caption in pairs if caption in text])
     gen = k2.generator(seed, "toy pretraining")
-    captioner = random.Random(k2.seed_for(seed, "toy captions"))
-    vae = AutoencoderKLQwenImage.from_pretrained(folder / "vae")
-    mean, std = (torch.tensor(v).view(-1, 1, 1) for v in (vae.config.latents_mean, vae.config.latents_std))
+    codec = ImageDecoder(folder)
     with torch.no_grad():
-        pictures = draw_words(shown, gen)[:, :, None].split(64)
-        latents = torch.cat([vae.encode(part).latent_dist.mean[:, :, 0] for part in pictures])
-    tokens = k2.pack((latents - mean) / std)
+        latents = torch.cat([codec.vae.encode(x).latent_dist.mean for x in draw_words(shown, gen).split(64)])
+    tokens, said = k2.pack(((latents - codec.mean) / codec.std)[:, :, 0]), torch.stack(said)
 
-    def caption(word: str) -> str:
-        """`word` with letters replaced at random, but never one of the prompt files' words."""
-        while True:
-            noisy = "".join(captioner.choice(LETTERS) if captioner.random() < CAPTION_NOISE else c for c in word)
-            if noisy in text:
-                return noisy
-
-    def loss_at(step: int):
-        average.update_parameters(model)    # with what the step before has made
-        batch = torch.randint(len(shown), (64,), generator=gen)
-        said = torch.stack([text[caption(shown[i])] for i in batch])
-        x0 = tokens[batch]
+    def loss_at(step: int) -> torch.Tensor:
+        average.update_parameters(model)                # as the step before left them
+        batch = torch.randint(len(tokens), (64,), generator=gen)
         t = k2.logit_normal_times(64, 2.0, gen)
-        eps = torch.randn(x0.shape, generator=gen)
-        return k2.rectified_flow_loss(model, x0, said, t, eps, GRID).mean()
+        eps = torch.randn(64, *tokens.shape[1:], generator=gen)
+        return k2.rectified_flow_loss(model, tokens[batch], said[batch], t, eps, GRID).mean()
 
     model = new_dit(seed)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.98))
-    # Stopped well before the cosine's end: it then still spells badly, and large steps are what makes letters crisp.
-    fit("transformer", model, loss_at, steps=300, lr=3e-3, cosine=500, warmup=50)
+    # Stopped well before the cosine's end: the average of large steps is crisp already, but spells badly.
+    fit("transformer", model, loss_at, steps=300, lr=3e-3, zero=500)
     return average.module
 
 
@@ -362,98 +314,87 @@ def train_dit(folder: Path, seed: int):
 # The folder
 # ------------------------------------------------------------------------------------------------------------
 
-CARD = """# A toy Krea-2
-
-A throw-away text-to-image model in the format of Krea-2, for trying out reinforcement learning on a CPU. It was made by
-tools/make_toy.py from nothing but rendered words; it contains no weights of Krea-2, Qwen or anybody else.
-
-It draws three-letter words on signs of 96 x 32 pixels from the prompt `a sign that says "CAT"`, letters ABCEHMNPRT only.
-Its captions were noisy on purpose (each letter replaced by a random one with probability 0.4), so it writes crisp letters
-but often the wrong ones. The words in prompts_train.txt and prompts_test.txt were never shown to it.
-
-preview.png: ten words of prompts_test.txt, a row each. Left: drawn by a font, then passed through the VAE; the others:
-samples of the model, 10 Euler steps on the schedule of Krea-2-Raw, no guidance.
-"""
-
-def save_pipeline(folder: Path, vae, text_encoder, tokenizer, dit) -> None:
+def save_pipeline(folder: Path, vae: AutoencoderKLQwenImage, text_encoder: Qwen3VLModel,
+                  tokenizer: Qwen2Tokenizer, dit: k2.Krea2DiT) -> None:
     """The five parts and model_index.json in bf16, as diffusers writes them, and the two prompt files."""
-    diffusers_logging.set_verbosity_error()     # it advises against norms in bf16; whoever loads them upcasts them
-    logging.disable_progress_bar()
     c = dit.config
-    transformer = Krea2Transformer2DModel(**dataclasses.asdict(c))
+    transformer = diffusers.Krea2Transformer2DModel(**dataclasses.asdict(c))
     transformer.load_state_dict(dit.state_dict())
-    scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, base_shift=0.5, max_shift=1.15,
-                                                base_image_seq_len=256, max_image_seq_len=6400)
-    pipeline = Krea2Pipeline(scheduler, vae, text_encoder, tokenizer, transformer, is_distilled=False, patch_size=2,
-                             text_encoder_select_layers=DEFAULT_TAPS)
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True, max_image_seq_len=6400)
+    pipeline = diffusers.Krea2Pipeline(scheduler, vae, text_encoder, tokenizer, transformer, patch_size=2,
+                                       is_distilled=False, text_encoder_select_layers=DEFAULT_TAPS)
     pipeline.to(torch.bfloat16).save_pretrained(folder)
-    # The same sizes under the names of Krea's own release, which is what sglang reads; load_dit checks that they agree.
-    official = dict(features=c.width, tdim=c.timestep_embed_dim, txtdim=c.text_hidden_dim,
-                    heads=c.num_attention_heads, kvheads=c.num_key_value_heads, multiplier=4, layers=c.num_layers,
-                    patch=2, channels=c.in_channels // 4, theta=c.rope_theta, txtlayers=c.num_text_layers,
-                    txtheads=c.text_num_attention_heads, txtkvheads=c.text_num_key_value_heads,
-                    axes_dims=c.axes_dims_rope)
+    # The sizes by the names of Krea's own release: sglang reads only these. load_dit checks that they agree.
+    official = dict(
+        features=c.width, tdim=c.timestep_embed_dim, txtdim=c.text_hidden_dim, heads=c.num_attention_heads,
+        kvheads=c.num_key_value_heads, multiplier=4, layers=c.num_layers, patch=2, channels=16,
+        theta=c.rope_theta, txtlayers=c.num_text_layers, txtheads=c.text_num_attention_heads,
+        txtkvheads=c.text_num_key_value_heads, axes_dims=c.axes_dims_rope)
     file = folder / "transformer" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | official, indent=2) + "\n")
     for name, words in (("train", TRAIN_WORDS), ("test", TEST_WORDS)):
-        (folder / f"prompts_{name}.txt").write_text("".join(prompt(word) + "\n" for word in words))
+        (folder / f"prompts_{name}.txt").write_text("".join(PROMPT.format(word) + "\n" for word in words))
 
 
 def tiny_folder(path: str | Path, seed: int = 0) -> Path:
-    """A random, untrained pipeline folder of the toy's layout and sizes, made in seconds: for tests. Returns it."""
+    """An untrained folder of the toy's layout and sizes, made in seconds, for tests. Returns `path`."""
     dit, tokenizer = new_dit(seed), make_tokenizer()
-    torch.manual_seed(k2.seed_for(seed, "tiny folder"))
-    torch.nn.init.normal_(dit.final_layer.linear.weight, std=0.05)      # or its velocity would be 0 everywhere
+    init.normal_(dit.final_layer.linear.weight, std=0.05)       # or its velocity would be 0 everywhere
     save_pipeline(Path(path), new_vae(), new_encoder(tokenizer, seed), tokenizer, dit)
     return Path(path)
 
 
-def save_preview(folder: Path, seed: int, words: int = 10, samples: int = 8) -> None:
-    """preview.png, see CARD."""
-    shown = TEST_WORDS[:words]
-    text = torch.stack(PromptEncoder(folder).encode([prompt(w) for w in shown])).repeat_interleave(samples, 0)
-    noise = torch.cat([k2.initial_noise(k2.seed_for(seed, "toy preview", i), GRID, 64, torch.float32)
-                       for i in range(len(text))])
-    dit = k2.load_dit(folder, dtype=torch.float32)
-    decoder = ImageDecoder(folder)
-    drawn = draw_words(shown, k2.generator(seed, "toy preview"))[:, :, None]
-    with torch.no_grad():
-        latents = decoder.vae.encode(drawn).latent_dist.mean
-    drawn = k2.pack(((latents - decoder.mean) / decoder.std)[:, :, 0])
-    drawn = drawn.unflatten(0, (words, 1))
-    sampled = k2.sample(dit, noise, text, k2.sigmas(10, GRID[0] * GRID[1]), GRID).unflatten(0, (words, samples))
-    pictures = decoder.decode(torch.cat([drawn, sampled], 1).flatten(0, 1), GRID)
-    pictures = torch.nn.functional.pad(pictures, (0, 0, 2, 2, 2, 2), value=128).unflatten(0, (words, 1 + samples))
-    Image.fromarray(pictures.permute(0, 2, 1, 3, 4).flatten(2, 3).flatten(0, 1).numpy()).save(folder / "preview.png")
+def save_preview(folder: Path, seed: int) -> None:
+    """preview.png and README.md, which explains it."""
+    words = TEST_WORDS[:8]
+    text = torch.stack(PromptEncoder(folder).encode([PROMPT.format(w) for w in words for _ in range(8)]))
+    noise = torch.randn(64, 12, 64, generator=k2.generator(seed, "toy preview"))
+    x0 = k2.sample(k2.load_dit(folder, dtype=torch.float32), noise, text, k2.sigmas(10, 12), GRID)
+    pictures = ImageDecoder(folder).decode(x0, GRID).permute(0, 3, 1, 2) / 255
+    torchvision.utils.save_image(pictures, folder / "preview.png", nrow=8, pad_value=0.5)
+    about = "\n\n".join(__doc__.split("\n\n")[2:4])
+    (folder / "README.md").write_text(
+        f"# A toy Krea-2\n\nMade by tools/make_toy.py.\n\n{about}\n\npreview.png: eight samples a row of "
+        f"{', '.join(words)}:\n10 Euler steps on the schedule of Krea-2-Raw, no guidance.\n")
 
 
 def build(folder: Path, seed: int) -> None:
     """Trains everything and writes all files but the manifest into the empty `folder`."""
-    torch.set_num_threads(1)        # the same bytes on any machine of one kind; the two trainings share two cores
-    encoder = multiprocessing.get_context("spawn").Process(target=train_encoder, args=(folder, seed))
-    encoder.start()
-    try:
-        vae = train_vae(seed)
-        encoder.join()
-    finally:
-        encoder.kill()
-    if encoder.exitcode != 0:
-        raise RuntimeError(f"training the text encoder failed with exit status {encoder.exitcode}; see above")
-    parts = (vae, Qwen3VLModel.from_pretrained(folder / "text_encoder"),
-             AutoTokenizer.from_pretrained(folder / "tokenizer"))
-    save_pipeline(folder, *parts, new_dit(seed))
-    save_pipeline(folder, *parts, train_dit(folder, seed))
+    torch.set_num_threads(1)        # sums in one order everywhere; the two trainings have a core each
+    with multiprocessing.get_context("spawn").Pool(1, signal.signal, (signal.SIGINT, signal.SIG_IGN)) as pool:
+        result = pool.apply_async(train_encoder, (folder, seed))    # beside the VAE: it takes as long
+        vae = train_vae(seed).to(torch.bfloat16)
+        text = dict(zip(WORDS, torch.from_numpy(result.get(timeout=900))))      # the process may have died
+    vae.save_pretrained(folder / "vae")
+    dit = train_dit(folder, text, seed)
+    save_pipeline(folder, vae, Qwen3VLModel.from_pretrained(folder / "text_encoder"), make_tokenizer(), dit)
     save_preview(folder, seed)
-    (folder / "README.md").write_text(CARD)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", type=Path, default=ROOT / "toy", help="folder to make [toy/ of the repository]")
-    parser.add_argument("--seed", type=int, default=0, help="of every random draw [0]")
-    parser.add_argument("--force", action="store_true", help="build again although the folder is there and complete")
-    options = parser.parse_args()
-    out, start = options.out.resolve(), time.monotonic()
-    part, old, recipe = out.with_name(f".{out.name}.part"), out.with_name(f".{out.name}.old"), recipe_hash(options.seed)
-    try:
-        ...
+def main(out: Path, seed: int, force: bool) -> None:
+    """Builds in a folder beside `out` and renames it: `out` is never half a toy. Two starts build once."""
+    start, recipe = time.monotonic(), recipe_hash(seed)
+    part = out.with_name(f".{out.name}.part")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))     # an exit that cleans up
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with open(out.with_name(f".{out.name}.lock"), "w") as lock:
+        print(f"building {out}, once no other start does so", flush=True)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if is_ready(out, seed, force):
+            return
+        try:
+            shutil.rmtree(part, ignore_errors=True)     # of a build that was killed
+            part.mkdir()
+            build(part, seed)
+            manifest = dict(recipe=recipe, seed=seed, files=checksums(part))
+            (part / MANIFEST).write_text(json.dumps(manifest, indent=2) + "\n")
+            shutil.rmtree(out, ignore_errors=True)
+            part.rename(out)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+    print(f"built {out} in {time.monotonic() - start:.0f} s; preview.png shows what it draws")
+
+
+if __name__ == "__main__":
+    main(**parse_options())
