@@ -875,18 +875,23 @@ def adapter_parameters(model: nn.Module, name: str) -> list[nn.Parameter]:
     return [p for m in lora_layers(model).values() for p in (m.lora_A[name], m.lora_B[name])]
 
 
+def adapter_keys(model: nn.Module) -> list[str]:
+    """The names of these weights in files, in the order of `adapter_parameters`."""
+    return [f"{path}.lora_{x}.weight" for path in lora_layers(model) for x in "AB"]
+
+
 def adapter_state(model: nn.Module, name: str) -> dict[str, torch.Tensor]:
     """The adapter as whole fp32 CPU tensors, `PATH.lora_A.weight` (R, in) and `PATH.lora_B.weight` (out, R).
 
     With FSDP every rank must call this: each shard is gathered.
     """
-    keys = [f"{path}.lora_{x}.weight" for path in lora_layers(model) for x in "AB"]
+    keys = adapter_keys(model)
     return {k: whole(p).detach().float().cpu().clone() for k, p in zip(keys, adapter_parameters(model, name))}
 
 
 def set_adapter(model: nn.Module, name: str, state: dict[str, torch.Tensor]) -> None:
     """The opposite of `adapter_state`. Raises UsageError unless names and shapes agree exactly."""
-    keys = [f"{path}.lora_{x}.weight" for path in lora_layers(model) for x in "AB"]
+    keys = adapter_keys(model)
     odd = sorted(set(keys) ^ set(state))
     if odd:
         raise UsageError(
@@ -1683,7 +1688,7 @@ def load_state(run: Path, model: Krea2DiT, optimizer: torch.optim.Optimizer, c: 
     for name in ("live", "ema"):
         set_adapter(model, name, part(name))
     moments = {m: part(m) for m in ("exp_avg", "exp_avg_sq")}
-    for key, p in zip(part("live"), adapter_parameters(model, "live")):
+    for key, p in zip(adapter_keys(model), adapter_parameters(model, "live")):
         if key in moments["exp_avg"]:
             optimizer.state[p] = {"step": torch.tensor(float(step * c.optimizer_steps))}
             for moment, values in moments.items():
