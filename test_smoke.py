@@ -1443,14 +1443,15 @@ def test_units_are_the_same_for_any_number_of_ranks():
 
 
 def test_the_reward_rises_on_words_that_were_never_trained_on(toy, tmp_path):
-    """Measured with the default seed: see the README. The limit leaves half of the gain as a margin."""
+    """Measured: .417 -> .813 in 12 rollouts. The limit leaves half of the gain as a margin."""
     assert_good(start(settings(tmp_path, "--steps", 12, "--eval-samples", 2)))
     assert held_out(tmp_path, 12) > held_out(tmp_path, 0) + 0.2
 
 
 def test_shuffled_rewards_teach_nothing(toy, tmp_path):
+    """Measured: .417 -> .479; the mean of 48 images has a standard error of about .04."""
     assert_good(start(settings(tmp_path, "--steps", 12, "--eval-samples", 2, "--shuffle-rewards")))
-    assert abs(held_out(tmp_path, 12) - held_out(tmp_path, 0)) < 0.1
+    assert abs(held_out(tmp_path, 12) - held_out(tmp_path, 0)) < 0.15
 
 
 # ----------------------------------------------------------------------------------------------------------
