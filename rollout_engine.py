@@ -1,8 +1,8 @@
 """Rollout engines: prompt and seed in, image and everything that training needs out.
 
-`RolloutEngine` is what the trainer drives. `TorchEngine` samples in the trainer's own process with the trainer's own
-weights: it is handed a sampling function and adds what stands before and after it, the text encoder and the VAE
-decoder of a pipeline folder in the diffusers layout. Nothing here imports the trainer.
+`RolloutEngine` is what the trainer drives. `TorchEngine` samples in the trainer's own process with the
+trainer's own weights: it is handed a sampling function and adds what stands before and after it, the text
+encoder and the VAE decoder of a pipeline folder in the diffusers layout. Nothing here imports the trainer.
 
     encoder = PromptEncoder(folder)             # text -> hidden states of 12 layers
     decoder = ImageDecoder(folder)              # x0 tokens -> pictures
@@ -50,8 +50,8 @@ def read_json(path: str | Path, error: type[Exception] = ValueError) -> dict:
 
 @dataclass(slots=True, frozen=True)
 class Request:
-    """One image to make. `prompt_index` and `sample_index` are its place in the rollout; `spare` marks a request
-    that only keeps this rank in step with the others and whose sample nobody wants."""
+    """One image to make. `prompt_index` and `sample_index` are its place in the rollout; `spare` marks a
+    request that only keeps this rank in step with the others and whose sample nobody wants."""
     prompt: str
     seed: int
     prompt_index: int = 0
@@ -71,13 +71,13 @@ class Sample:
 
 
 class RolloutEngine(Protocol):
-    """Drawn upon by every rank alike, since a sharded model needs them all: `update_adapter` and `generate` are
-    collective, with equally many units on each rank."""
+    """Drawn upon by every rank alike, since a sharded model needs them all: `update_adapter` and `generate`
+    are collective, with equally many units on each rank."""
 
     def wake(self) -> None: ...
 
     def update_adapter(self, version: int, gather: Callable[[], dict[str, torch.Tensor]]) -> None:
-        """Sample with this version of the policy from now on; `gather()` gives its adapter as whole tensors."""
+        """Sample with this version of the policy from now on; `gather()` gives its adapter, whole tensors."""
 
     def generate(self, units: list[list[Request]], steps: int) -> Iterator[Sample]:
         """Yield a sample for each request as it is ready; the requests of a unit are sampled in one batch."""
@@ -92,8 +92,9 @@ class RolloutEngine(Protocol):
 # Text: Krea-2's conditioning is a stack of hidden states of a Qwen3-VL, read through a fixed chat template
 # ------------------------------------------------------------------------------------------------------------
 
-TEMPLATE_BEFORE = ("<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, quantity, "
-                   "text, spatial relationships of the objects and background:<|im_end|>\n<|im_start|>user\n")
+TEMPLATE_BEFORE = ("<|im_start|>system\nDescribe the image by detailing the color, shape, size, texture, "
+                   "quantity, text, spatial relationships of the objects and background:<|im_end|>\n"
+                   "<|im_start|>user\n")
 TEMPLATE_AFTER = "<|im_end|>\n<|im_start|>assistant\n"
 TOKENS_BEFORE, TOKENS_AFTER = 34, 5     # their lengths: the first 34 rows are dropped, the last 5 are kept
 DEFAULT_TAPS = (2, 5, 8, 11, 14, 17, 20, 23, 26, 29, 32, 35)    # hidden_states indices; 0 = the embeddings
@@ -102,17 +103,19 @@ DEFAULT_TAPS = (2, 5, 8, 11, 14, 17, 20, 23, 26, 29, 32, 35)    # hidden_states 
 class PromptEncoder:
     """The text encoder and tokenizer of a pipeline folder."""
 
-    def __init__(self, folder: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32,
-                 max_text: int = 512, taps: tuple[int, ...] | None = None, keep: int = 64):
-        """`max_text`: longest result in tokens; a longer prompt is cut. `keep`: encoded prompts that are remembered.
-        Raises ValueError when the tokenizer does not split the template into 34 + 5 tokens."""
+    def __init__(self, folder: str | Path, device: str | torch.device = "cpu",
+                 dtype: torch.dtype = torch.float32, max_text: int = 512, taps: tuple[int, ...] | None = None,
+                 keep: int = 64):
+        """`max_text`: longest result in tokens; a longer prompt is cut. `keep`: encoded prompts that are
+        remembered. Raises ValueError when the tokenizer does not split the template into 34 + 5 tokens."""
         from transformers import AutoTokenizer, Qwen3VLModel
         from transformers.utils import logging
         logging.disable_progress_bar()
         folder = Path(folder)
         index = folder / "model_index.json"
-        listed = read_json(index).get("text_encoder_select_layers") if taps is None and index.is_file() else None
-        self.taps = tuple(taps or listed or DEFAULT_TAPS)
+        if taps is None and index.is_file():
+            taps = read_json(index).get("text_encoder_select_layers")
+        self.taps = tuple(taps or DEFAULT_TAPS)
         self.max_text, self.keep, self.known = max_text, keep, OrderedDict()
         self.tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
         self.model = Qwen3VLModel.from_pretrained(folder / "text_encoder", dtype=dtype).to(device).eval()
@@ -125,17 +128,18 @@ class PromptEncoder:
     def encode(self, prompts: list[str]) -> list[torch.Tensor]:
         """Each prompt -> (L, taps, width), L = its tokens + 5, at most `max_text`; on the encoder's device.
 
-        Prompts are encoded one at a time without padding, so the result does not depend on their company; the rows
-        equal the valid ones of the padded layout, whose positions count valid tokens only.
+        Prompts are encoded one at a time without padding, so the result does not depend on their company; the
+        rows equal the valid ones of the padded layout, whose positions count valid tokens only.
         """
         return [self._encode(p) for p in prompts]
 
     @torch.no_grad()
     def _encode(self, prompt: str) -> torch.Tensor:
         if prompt not in self.known:
-            ids = self.tokenizer(TEMPLATE_BEFORE + prompt).input_ids[:self.max_text + TOKENS_BEFORE - TOKENS_AFTER]
-            ids = torch.tensor([ids + self.after], device=self.model.device)
-            states = self.model.language_model(input_ids=ids, output_hidden_states=True, use_cache=False).hidden_states
+            ids = self.tokenizer(TEMPLATE_BEFORE + prompt).input_ids
+            ids = ids[:self.max_text + TOKENS_BEFORE - TOKENS_AFTER] + self.after
+            states = self.model.language_model(input_ids=torch.tensor([ids], device=self.model.device),
+                                               output_hidden_states=True, use_cache=False).hidden_states
             self.known[prompt] = torch.stack([states[i][0, TOKENS_BEFORE:] for i in self.taps], dim=1)
             if len(self.known) > self.keep:
                 self.known.popitem(last=False)
@@ -148,7 +152,8 @@ class PromptEncoder:
 # ------------------------------------------------------------------------------------------------------------
 
 def unpack(tokens: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
-    """(B, rows * columns, 4 C) -> (B, C, 2 rows, 2 columns): channel c * 4 + py * 2 + px of a token is pixel (py, px)."""
+    """(B, rows * columns, 4 C) -> (B, C, 2 rows, 2 columns): a token's channel c * 4 + py * 2 + px is pixel
+    (py, px) of latent channel c."""
     x = tokens.unflatten(1, grid).unflatten(3, (-1, PATCH, PATCH))      # (B, rows, columns, C, py, px)
     return x.permute(0, 3, 1, 4, 2, 5).flatten(4, 5).flatten(2, 3)
 
@@ -156,9 +161,11 @@ def unpack(tokens: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
 class ImageDecoder:
     """The VAE decoder of a pipeline folder."""
 
-    def __init__(self, folder: str | Path, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32):
+    def __init__(self, folder: str | Path, device: str | torch.device = "cpu",
+                 dtype: torch.dtype = torch.float32):
         from diffusers import AutoencoderKLQwenImage    # a slow import, so not at the top
-        self.vae = AutoencoderKLQwenImage.from_pretrained(Path(folder) / "vae", torch_dtype=dtype).to(device).eval()
+        vae = AutoencoderKLQwenImage.from_pretrained(Path(folder) / "vae", torch_dtype=dtype)
+        self.vae = vae.to(device).eval()
         shape = (1, -1, 1, 1, 1)
         self.mean = torch.tensor(self.vae.config.latents_mean, device=device).view(shape)
         self.std = torch.tensor(self.vae.config.latents_std, device=device).view(shape)
@@ -176,11 +183,11 @@ class ImageDecoder:
 # ------------------------------------------------------------------------------------------------------------
 
 class TorchEngine:
-    """Samples with the trainer's weights, so it has no adapter of its own to update and nothing to put to sleep."""
+    """Samples with the trainer's weights: no adapter of its own to update, nothing to put to sleep."""
 
-    def __init__(self, draw: Callable[[list[torch.Tensor], list[int], int], tuple[torch.Tensor, torch.Tensor]],
+    def __init__(self, draw: Callable[[list[torch.Tensor], list[int], int], tuple[torch.Tensor, ...]],
                  encoder: PromptEncoder, decoder: ImageDecoder, grid: tuple[int, int]):
-        """`draw(texts, seeds, steps)` -> (x0 tokens (B, N, 4 C), sigmas (T + 1,)); `grid`: rows, columns of tokens."""
+        """`draw(texts, seeds, steps)` -> x0 tokens (B, N, 4 C), sigmas (T + 1,); `grid`: of tokens."""
         self.draw, self.encoder, self.decoder, self.grid, self.version = draw, encoder, decoder, grid, 0
 
     def wake(self) -> None:

@@ -1366,6 +1366,12 @@ def test_wrong_config_gets_one_sentence(toy, tmp_path, capsys):
     assert "vae" in capsys.readouterr().err
 
 
+def test_two_starts_of_one_run_do_not_mix(toy, tmp_path, capsys):
+    with nft.lock_run(nft.make_config(small(tmp_path))):
+        assert nft.main(small(tmp_path, "--fresh")) == 2
+    assert "in use" in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
 def test_fresh_deletes_only_what_is_a_run(toy, tmp_path, capsys):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.tex").write_text("years of work")

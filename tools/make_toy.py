@@ -217,8 +217,7 @@ def make_tokenizer() -> Qwen2Tokenizer:
 
 
 def new_encoder(tokenizer: Qwen2Tokenizer, seed: int, layers: int = 36) -> Qwen3VLModel:
-    """A random Qwen3-VL. From layer 2 on, a layer adds little, so that all states that the transformer reads
-    carry what the first two layers wrote."""
+    """A random Qwen3-VL whose layers from 2 on add little: all taps carry what the first two layers wrote."""
     rope = dict(rope_type="default", rope_theta=5e6, mrope_section=[4, 2, 2], mrope_interleaved=True)
     text = dict(vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=layers,
                 num_attention_heads=2, num_key_value_heads=1, head_dim=16, rope_parameters=rope,
@@ -298,15 +297,15 @@ def train_dit(folder: Path, text: dict[str, torch.Tensor], seed: int) -> k2.Krea
 
     def loss_at(step: int) -> torch.Tensor:
         average.update_parameters(model)                # as the step before left them
-        batch = torch.randint(len(tokens), (64,), generator=gen)
-        t = k2.logit_normal_times(64, 2.0, gen)
-        eps = torch.randn(64, *tokens.shape[1:], generator=gen)
+        batch = torch.randint(len(tokens), (32,), generator=gen)
+        t = k2.logit_normal_times(32, 2.0, gen)
+        eps = torch.randn(32, *tokens.shape[1:], generator=gen)
         return k2.rectified_flow_loss(model, tokens[batch], said[batch], t, eps, GRID).mean()
 
     model = new_dit(seed)
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.98))
     # Stopped well before the cosine's end: the average of large steps is crisp already, but spells badly.
-    fit("transformer", model, loss_at, steps=300, lr=3e-3, zero=500)
+    fit("transformer", model, loss_at, steps=400, lr=3e-3, zero=667)
     return average.module
 
 
@@ -325,11 +324,10 @@ def save_pipeline(folder: Path, vae: AutoencoderKLQwenImage, text_encoder: Qwen3
                                        is_distilled=False, text_encoder_select_layers=DEFAULT_TAPS)
     pipeline.to(torch.bfloat16).save_pretrained(folder)
     # The sizes by the names of Krea's own release: sglang reads only these. load_dit checks that they agree.
-    official = dict(
-        features=c.width, tdim=c.timestep_embed_dim, txtdim=c.text_hidden_dim, heads=c.num_attention_heads,
-        kvheads=c.num_key_value_heads, multiplier=4, layers=c.num_layers, patch=2, channels=16,
-        theta=c.rope_theta, txtlayers=c.num_text_layers, txtheads=c.text_num_attention_heads,
-        txtkvheads=c.text_num_key_value_heads, axes_dims=c.axes_dims_rope)
+    official = dict(features=c.width, tdim=c.timestep_embed_dim, txtdim=c.text_hidden_dim, multiplier=4,
+                    heads=c.num_attention_heads, kvheads=c.num_key_value_heads, layers=c.num_layers, patch=2,
+                    channels=16, theta=c.rope_theta, axes_dims=c.axes_dims_rope, txtlayers=c.num_text_layers,
+                    txtheads=c.text_num_attention_heads, txtkvheads=c.text_num_key_value_heads)
     file = folder / "transformer" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | official, indent=2) + "\n")
     for name, words in (("train", TRAIN_WORDS), ("test", TEST_WORDS)):
@@ -365,6 +363,8 @@ def build(folder: Path, seed: int) -> None:
         result = pool.apply_async(train_encoder, (folder, seed))    # beside the VAE: it takes as long
         vae = train_vae(seed).to(torch.bfloat16)
         text = dict(zip(WORDS, torch.from_numpy(result.get(timeout=900))))      # the process may have died
+        pool.close()
+        pool.join()     # it ends by itself and leaves no semaphore behind
     vae.save_pretrained(folder / "vae")
     dit = train_dit(folder, text, seed)
     save_pipeline(folder, vae, Qwen3VLModel.from_pretrained(folder / "text_encoder"), make_tokenizer(), dit)
