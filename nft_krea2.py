@@ -280,7 +280,8 @@ def generator(*key: int | str) -> torch.Generator:
 # Krea-2's single-stream transformer: [text, image] tokens in one sequence, gated grouped-query attention with
 # QK-norm and 3-D rotary positions, SwiGLU, zero-centred RMSNorm, and one time modulation shared by all blocks
 # to which every block adds its own table. Text comes as hidden states of 12 encoder layers, fused by a small
-# transformer first. Module names are those of the diffusers checkpoint; `official_name` has the other scheme.
+# transformer first. Module names are those of the diffusers checkpoint; `from_official_name` has the other
+# scheme.
 # ----------------------------------------------------------------------------------------------------------
 
 @dataclass(slots=True, frozen=True)
@@ -289,8 +290,8 @@ class Krea2Config:
     in_channels: int = 64                     # C * patch^2: 16 latent channels in 2 x 2 patches
     num_layers: int = 28
     attention_head_dim: int = 128
-    num_attention_heads: int = 48  # H; width D = H * head dim = 6144
-    num_key_value_heads: int = 12  # K; key/value head j serves query heads j H/K ... (j + 1) H/K - 1
+    num_attention_heads: int = 48             # H; width D = H * head dim = 6144
+    num_key_value_heads: int = 12             # K; head j of them serves query heads j H/K to (j + 1) H/K - 1
     intermediate_size: int = 16384
     timestep_embed_dim: int = 256
     text_hidden_dim: int = 2560

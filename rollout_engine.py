@@ -164,7 +164,9 @@ class ImageDecoder:
     def __init__(self, folder: str | Path, device: str | torch.device = "cpu",
                  dtype: torch.dtype = torch.float32):
         from diffusers import AutoencoderKLQwenImage    # a slow import, so not at the top
-        vae = AutoencoderKLQwenImage.from_pretrained(Path(folder) / "vae", torch_dtype=dtype)
+        # low_cpu_mem_usage would need the package accelerate, and its absence is told in five lines.
+        vae = AutoencoderKLQwenImage.from_pretrained(Path(folder) / "vae", torch_dtype=dtype,
+                                                     low_cpu_mem_usage=False)
         self.vae = vae.to(device).eval()
         shape = (1, -1, 1, 1, 1)
         self.mean = torch.tensor(self.vae.config.latents_mean, device=device).view(shape)
