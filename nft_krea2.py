@@ -37,6 +37,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -49,7 +50,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
@@ -82,7 +83,8 @@ def opt(default, help: str, *, choices: tuple = (), free: bool = False):
 class Config:
     # What to train, on what
     recipe: str = opt("", "named set of settings: toy, sync2, sync8; empty = by the hardware")
-    model: str = opt("", "pipeline folder in the diffusers layout (model_index.json, transformer/, ...)")
+    model: str = opt("", "pipeline folder in the diffusers layout, or its hub id, OWNER/NAME[@REVISION]")
+    allow_distilled: bool = opt(False, "train a distilled model (Turbo) although that is unsupported")
     train_prompts: str = opt("", "text file, one prompt a line, the words to write in double quotes")
     test_prompts: str = opt("", "the same for the held-out evaluation")
     name: str = opt("", "run name: the run lives in RUNS/NAME; empty = recipe and seed", free=True)
@@ -103,6 +105,8 @@ class Config:
     rollout_batch: int = opt(1, "images sampled in one batch, and dealt to a rank as one")
     max_text: int = opt(512, "longest prompt in tokens, template suffix included")
     engine: str = opt("torch", "what samples the rollouts: torch = this process", choices=("torch",))
+    text_cache: int = opt(256, "encoded prompts that are kept on the device, MiB", free=True)
+    offload: bool = opt(False, "text encoder and VAE wait in host memory while training", free=True)
 
     # Reward
     ocr_workers: int = opt(2, "OCR processes a rank, one thread each", free=True)
@@ -132,6 +136,7 @@ class Config:
         "to_q,to_k,to_v,to_gate,to_out.0,ff.gate,ff.up,ff.down",
         "linears of the transformer blocks that get one (suffixes, or patterns of full names)",
     )
+    init_lora: str = opt("", "adapter to start from: a file or its folder, ours or others'; empty = nothing")
     lr: float = opt(3e-4, "AdamW learning rate")
     adam_beta1: float = opt(0.9, "AdamW")
     adam_beta2: float = opt(0.999, "AdamW")
@@ -221,7 +226,7 @@ def check_config(c: Config) -> None:
         need(getattr(c, key) >= 1, f"--{key.replace('_', '-')} must be at least 1, not {getattr(c, key)}")
     for key in (
         "steps", "train_times", "eval_every", "eval_limit", "kl_weight", "weight_decay", "max_grad_norm",
-        "ocr_surplus", "ema_rate"
+        "ocr_surplus", "ema_rate", "text_cache"
     ):
         need(getattr(c, key) >= 0, f"--{key.replace('_', '-')} must not be negative, not {getattr(c, key)}")
     for key in ("lr", "beta", "advantage_clip", "lora_alpha"):
@@ -650,6 +655,40 @@ def from_official_name(name: str) -> str:
     return name.replace("txtfusion.", "text_fusion.", 1)
 
 
+PIPELINE_PARTS = ("model_index.json", "transformer", "text_encoder", "tokenizer", "vae")
+
+
+def pipeline_folder(model: str) -> Path:
+    """The folder of --model: a local one, or that of a hub id OWNER/NAME[@REVISION].
+
+    huggingface_hub fetches what is not there yet, goes on where a download was cut off, and obeys
+    HF_HUB_OFFLINE; a token comes from HF_TOKEN alone. Raises UsageError when the folder or a part is missing.
+    """
+    folder = find(model)
+    hub_id = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:@([\w.-]+))?", model)
+    if not folder.exists() and hub_id:
+        import huggingface_hub
+        from huggingface_hub.errors import HfHubHTTPError
+        try:
+            folder = Path(huggingface_hub.snapshot_download(
+                hub_id[1], revision=hub_id[2], token=os.environ.get("HF_TOKEN") or False,
+                allow_patterns=["model_index.json", *(f"{part}/*" for part in PIPELINE_PARTS[1:])]))
+        except (HfHubHTTPError, OSError, ValueError) as e:
+            raise UsageError(f"--model {model} is not a folder here, and the hub does not give it "
+                             f"({' '.join(str(e).split())[:200]})") from e
+    for part in PIPELINE_PARTS:
+        if not (folder / part).exists():
+            raise UsageError(f"--model {folder}: {part} is missing; a pipeline folder in the diffusers "
+                             f"layout holds {', '.join(PIPELINE_PARTS)}")
+    return folder
+
+
+def is_distilled(folder: Path, model: str) -> bool:
+    """Whether the weights are distilled (Krea-2-Turbo): model_index.json says so, or, if silent, the name."""
+    said = read_json(folder / "model_index.json", UsageError).get("is_distilled")
+    return "turbo" in model.lower().rstrip("/").rpartition("/")[2] if said is None else bool(said)
+
+
 def weight_files(path: str | Path) -> tuple[list[Path], Path]:
     """The safetensors files and config.json of a checkpoint. Raises UsageError that names what is missing."""
     path = Path(path)
@@ -680,52 +719,86 @@ def weight_files(path: str | Path) -> tuple[list[Path], Path]:
     return files, folder / "config.json"
 
 
-def load_dit(path: str | Path, *, dtype: torch.dtype | None = None, device: str = "cpu") -> Krea2DiT:
+def load_dit(path: str | Path, *, dtype: torch.dtype | None = None, device: str = "cpu",
+             prepare: Callable[[Krea2DiT], object] | None = None) -> Krea2DiT:
     """A frozen Krea2DiT in the file's dtype (or `dtype`; norm weights then stay fp32, they are applied in
     fp32).
 
     `path`: pipeline folder, transformer folder or one .safetensors file with config.json beside it; single or
-    sharded; either naming scheme. Raises UsageError that names missing, extra or misshapen tensors.
+    sharded; either naming scheme. `prepare(model)` is called while the weights are shapes without memory: the
+    place to add adapters (values: `reset_lora`, afterwards) and to shard. Each rank then reads the rows that
+    it keeps and nothing else. Raises UsageError that names missing, extra or misshapen tensors.
     """
     files, config_file = weight_files(path)
-    config = Krea2Config.from_json(read_json(config_file, UsageError))
     with torch.device("meta"):
-        model = Krea2DiT(config)
-    expected = model.state_dict()
-    state: dict[str, torch.Tensor] = {}
+        model = Krea2DiT(Krea2Config.from_json(read_json(config_file, UsageError)))
+    stored = find_tensors(path, files, model.state_dict())
+    kept = {name: dtype if dtype and ".norm" not in name else torch.float32 if dtype else found
+            for name, (*_, found) in stored.items()}
+    model.load_state_dict({k: v.to(kept[k]) for k, v in model.state_dict().items()}, assign=True)
+    model.requires_grad_(False).eval()
+    if prepare is not None:
+        prepare(model)
+    model.to_empty(device=device)
+    mapped, tensors, read = None, None, 0
+    for name, (file, key, _) in stored.items():
+        if file != mapped or read > 2**26:      # pages of a mapped file count as this process's memory, so
+            mapped, tensors, read = file, open_tensors(file), 0     # that it is closed and opened now and then
+        read += read_rows_(model.get_parameter(name), tensors.get_slice(key))
+    return model
+
+
+STORED_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def find_tensors(path: str | Path, files: list[Path],
+                 expected: dict[str, torch.Tensor]) -> dict[str, tuple[Path, str, torch.dtype]]:
+    """Where each weight is: our name -> (file, name in it, dtype). Reads headers only; raises UsageError."""
+    stored: dict[str, tuple[Path, str, torch.dtype]] = {}
     problems: list[str] = []
     for file in files:
-        try:
-            shard = safe_open(file, "pt", device=device)
-        except (SafetensorError, OSError) as e:
-            raise UsageError(
-                f"{file} cannot be read as safetensors ({e}): it may be cut off, download it again"
-            ) from e
-        for key in shard.keys():
-            name = key if key in expected else from_official_name(key)
-            if name not in expected:
-                problems.append(f"extra {key}")
-            elif name in state:
-                problems.append(f"{key} appears twice")
-            else:
-                tensor = shard.get_tensor(key)
-                want = expected[name].shape
-                if name.endswith("scale_shift_table") and tensor.numel() == want.numel():
-                    tensor = tensor.reshape(want)
-                if tensor.shape != want:
-                    problems.append(f"{key} has shape {tuple(tensor.shape)}, the config says {tuple(want)}")
-                elif not tensor.is_floating_point():
-                    problems.append(f"{key} is {tensor.dtype}, not a floating-point tensor")
-                keep = dtype is None or ".norm" in name
-                state[name] = (
-                    tensor if keep and dtype is None else tensor.to(torch.float32 if keep else dtype)
-                )
-    problems += [f"missing {name}" for name in expected if name not in state]
+        with open_tensors(file) as tensors:
+            for key in tensors.keys():
+                name = key if key in expected else from_official_name(key)
+                found = tensors.get_slice(key)
+                shape, kind = tuple(found.get_shape()), found.get_dtype()
+                if name not in expected:
+                    problems.append(f"extra {key}")
+                    continue
+                want = tuple(expected[name].shape)
+                flat = name.endswith("scale_shift_table") and shape == (math.prod(want),)
+                if name in stored:
+                    problems.append(f"{key} appears twice")
+                elif shape != want and not flat:
+                    problems.append(f"{key} has shape {shape}, the config says {want}")
+                elif kind not in STORED_DTYPES:
+                    problems.append(f"{key} is {kind}, not one of {', '.join(STORED_DTYPES)}")
+                stored[name] = file, key, STORED_DTYPES.get(kind, torch.float32)
+    problems += [f"missing {name}" for name in expected if name not in stored]
     if problems:
         more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise UsageError(f"{path} does not fit the model of its config.json: {'; '.join(problems[:5])}{more}")
-    model.load_state_dict(state, assign=True)
-    return model.requires_grad_(False).eval()
+    return stored
+
+
+def open_tensors(file: str | Path):
+    """A safetensors file for reading by name and by rows; raises UsageError when it is not whole."""
+    try:
+        return safe_open(file, "pt")
+    except (SafetensorError, OSError) as e:
+        raise UsageError(
+            f"{file} cannot be read as safetensors ({e}): it may be cut off, download it again"
+        ) from e
+
+
+@torch.no_grad()
+def read_rows_(p: torch.Tensor, found) -> int:
+    """Fill this rank's rows of a parameter from its slice of a file; returns the bytes read."""
+    first, last = rows_here(p)
+    row = p.shape[1] if len(found.get_shape()) < p.ndim else 1      # an official table is flat, (6 D,)
+    rows = found[first * row:last * row]
+    local(p).copy_(rows.view(local(p).shape))
+    return rows.nbytes
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -781,9 +854,8 @@ def add_lora(model: Krea2DiT, *, rank: int = 32, alpha: float = 64.0, targets: s
     """Put adapters on the targeted linears; returns their module paths.
 
     A target is the end of a path inside transformer_blocks ("to_q", "ff.down"), a full path, or a pattern
-    with * over full paths ("text_fusion.*.to_q"). A ~ N(0, 1/R^2), the same draw for every adapter, so that
-    they start equal; B = 0, so that they start as nothing. Raises UsageError for a target that matches no
-    linear.
+    with * over full paths ("text_fusion.*.to_q"). Their values are those of `reset_lora`, except on the meta
+    device, where there are none. Raises UsageError for a target that matches no linear.
     """
     linears = {path: m for path, m in model.named_modules() if isinstance(m, nn.Linear)}
     chosen: dict[str, None] = {}
@@ -801,15 +873,24 @@ def add_lora(model: Krea2DiT, *, rank: int = 32, alpha: float = 64.0, targets: s
     for path in paths:
         parent, _, child = path.rpartition(".")
         layer = LoRALinear(linears[path], rank, alpha, names, model.adapters)
-        if layer.weight.device.type != "meta":
-            draw = torch.randn(rank, layer.in_features, generator=generator(seed, "lora", path)) / rank
-            for name in names:
-                layer.lora_A[name].data.copy_(draw)
         for name in names:
             layer.lora_A[name].requires_grad_(name == "live")
             layer.lora_B[name].requires_grad_(name == "live")
         setattr(model.get_submodule(parent), child, layer)
+    if model.img_in.weight.device.type != "meta":
+        reset_lora(model, seed)
     return paths
+
+
+@torch.no_grad()
+def reset_lora(model: nn.Module, seed: int) -> None:
+    """A ~ N(0, 1/R^2), the same draw for every adapter, so that they start equal; B = 0, so that they start
+    as nothing. With several ranks all must call it."""
+    for path, layer in lora_layers(model).items():
+        for a in layer.lora_A.values():
+            copy_whole_(a, torch.randn(a.shape, generator=generator(seed, "lora", path)) / len(a))
+        for b in layer.lora_B.values():
+            local(b).zero_()
 
 
 def lora_layers(model: nn.Module) -> dict[str, LoRALinear]:
@@ -835,21 +916,30 @@ def adapter_state(model: nn.Module, name: str) -> dict[str, torch.Tensor]:
     return {k: whole(p).detach().float().cpu().clone() for k, p in zip(keys, adapter_parameters(model, name))}
 
 
-def set_adapter(model: nn.Module, name: str, state: dict[str, torch.Tensor]) -> None:
-    """The opposite of `adapter_state`. Raises UsageError unless names and shapes agree exactly."""
+def check_adapter(model: nn.Module, state: dict[str, torch.Tensor]) -> None:
+    """Raises UsageError unless names and shapes of the adapter are exactly those of the model's."""
     keys = adapter_keys(model)
     odd = sorted(set(keys) ^ set(state))
     if odd:
         raise UsageError(f"the adapter file does not fit this model: {odd[0]} is "
                          + ("missing" if odd[0] in keys else "not a target here")
                          + f" ({len(odd)} such names)")
-    for key, p in zip(keys, adapter_parameters(model, name)):
+    for key, p in zip(keys, adapter_parameters(model, "live")):
         if tuple(p.shape) != tuple(state[key].shape):
             raise UsageError(
                 f"the adapter file has {key} of shape {tuple(state[key].shape)}, this model needs "
                 f"{tuple(p.shape)}: check --lora-rank"
             )
+
+
+def set_adapter(model: nn.Module, name: str, state: dict[str, torch.Tensor]) -> None:
+    """The opposite of `adapter_state`. Raises UsageError unless names and shapes agree exactly."""
+    check_adapter(model, state)
+    for key, p in zip(adapter_keys(model), adapter_parameters(model, name)):
         copy_whole_(p, state[key])
+
+
+LORA_FILE = "pytorch_lora_weights.safetensors"
 
 
 def save_lora(state: dict[str, torch.Tensor], file: str | Path, alpha: float) -> None:
@@ -875,22 +965,25 @@ def save_lora(state: dict[str, torch.Tensor], file: str | Path, alpha: float) ->
         tensors, part, metadata={"format": "pt", "lora_adapter_metadata": json.dumps(meta, indent=2)}))
 
 
-def load_lora(file: str | Path) -> tuple[dict[str, torch.Tensor], float]:
-    """An adapter file -> (state as in `adapter_state`, alpha). Without alpha in the header, alpha = rank."""
-    try:
-        with safe_open(file, "pt") as f:
-            meta = json.loads((f.metadata() or {}).get("lora_adapter_metadata", "{}"))
-            tensors = {k: f.get_tensor(k) for k in f.keys()}
-    except (SafetensorError, OSError) as e:
-        raise UsageError(f"{file} cannot be read as a LoRA file: {e}") from e
-    wrong = [k for k in tensors if not re.fullmatch(r"transformer\..+\.lora_[AB]\.weight", k)]
-    if wrong or not tensors:
-        raise UsageError(
-            f"{file} holds {wrong[0] if wrong else 'nothing'}: expected transformer.PATH.lora_A.weight"
-        )
-    rank = next(v.shape[0] for k, v in tensors.items() if ".lora_A." in k)
-    return ({k.removeprefix("transformer."): v.float() for k, v in tensors.items()},
-            float(meta.get("transformer.lora_alpha", rank)))
+def load_lora(path: str | Path) -> tuple[dict[str, torch.Tensor], float]:
+    """An adapter file, or the folder that holds it -> (state as in `adapter_state`, alpha).
+
+    The form is diffusers', as `save_lora` writes it; without alpha in the header alpha = R. Raises UsageError
+    for anything else: an adapter that is read in part does something else.
+    """
+    file = Path(path) / LORA_FILE if Path(path).is_dir() else Path(path)
+    with open_tensors(file) as tensors:
+        meta = json.loads((tensors.metadata() or {}).get("lora_adapter_metadata", "{}"))
+        state = {k.removeprefix("transformer."): tensors.get_tensor(k).float() for k in tensors.keys()}
+        odd = [k for k in tensors.keys() if not re.fullmatch(r"transformer\..+\.lora_[AB]\.weight", k)]
+    if odd or not state:
+        raise UsageError(f"{file} holds {odd[0] if odd else 'nothing'}, not transformer.PATH.lora_A.weight: "
+                         "./launch.sh export --format diffusers rewrites adapters of other forms")
+    bad = [k for k, v in state.items() if v.ndim != 2 or not torch.isfinite(v).all()]
+    if bad:
+        raise UsageError(f"{file}: {bad[0]} is not a finite matrix")
+    rank = next(len(v) for k, v in state.items() if ".lora_A." in k)
+    return state, float(meta.get("transformer.lora_alpha", rank))
 
 
 # ----------------------------------------------------------------------------------------------------------
@@ -900,6 +993,9 @@ def load_lora(file: str | Path) -> tuple[dict[str, torch.Tensor], float]:
 # in u and shifted by mu, which for Krea-2-Raw is linear in the number of image tokens (Turbo: always 1.15).
 # ----------------------------------------------------------------------------------------------------------
 
+TURBO_MU = 1.15     # of the distilled weights, at any size
+
+
 def shift_mu(image_tokens: int) -> float:
     """Raw's mu: 0.5 at 256 image tokens, 1.15 at 6400, linear and not clamped."""
     return 0.5 + (1.15 - 0.5) * (image_tokens - 256) / (6400 - 256)
@@ -908,7 +1004,9 @@ def shift_mu(image_tokens: int) -> float:
 def sigmas(steps: int, image_tokens: int, mu: float | None = None) -> torch.Tensor:
     """The sampler's times, (steps + 1,) fp32 from 1 down to 0.
 
-    sigma_i = e^mu / (e^mu + 1/u - 1), u = 1 - i / steps; mu is Raw's unless given. ValueError below 1 step.
+    sigma_i = e^mu / (e^mu + 1/u - 1), u = 1 - i / steps; mu is Raw's unless given.
+
+    Raises ValueError below 1 step.
     """
     if steps < 1:
         raise ValueError(f"steps must be at least 1, not {steps}")
@@ -1109,6 +1207,16 @@ def whole(p: torch.Tensor) -> torch.Tensor:
 def local(p: torch.Tensor) -> torch.Tensor:
     """This rank's part of a parameter, sharing its memory."""
     return p.to_local() if isinstance(p, DTensor) else p
+
+
+def rows_here(p: torch.Tensor) -> tuple[int, int]:
+    """The rows [first, last) of a parameter that this rank holds: FSDP2 cuts dimension 0 as torch.chunk."""
+    if not isinstance(p, DTensor):
+        return 0, len(p)
+    cut = p.placements.index(Shard(0))
+    step = -(-len(p) // p.device_mesh.size(cut))
+    first = min(step * p.device_mesh.get_local_rank(cut), len(p))
+    return first, min(first + step, len(p))
 
 
 @torch.no_grad()
@@ -1672,14 +1780,6 @@ def find(path: str) -> Path:
     return Path(path) if Path(path).exists() else HERE / path
 
 
-def check_pipeline(folder: Path) -> None:
-    """Raises UsageError unless the parts that a run needs are in the pipeline folder."""
-    for part in ("model_index.json", "transformer", "text_encoder", "tokenizer", "vae"):
-        if not (folder / part).exists():
-            raise UsageError(f"--model {folder}: {part} is missing; a pipeline folder in the diffusers "
-                             "layout holds model_index.json, transformer/, text_encoder/, tokenizer/, vae/")
-
-
 def prepare_toy(c: Config) -> None:
     """Build the folder of the toy recipe unless the one there is the present recipe's; other ranks wait."""
     if c.model == RECIPES["toy"]["model"] and find(c.model).resolve() == HERE / c.model and c.rank == 0:
@@ -1689,32 +1789,54 @@ def prepare_toy(c: Config) -> None:
     gather_list([0])
 
 
-def build_policy(c: Config, device: torch.device) -> Krea2DiT:
-    """The frozen base with live and EMA adapters, on its device, sharded when there are several ranks."""
-    model = load_dit(
-        find(c.model), dtype={"bf16": torch.bfloat16, "fp32": torch.float32}[c.dtype], device=str(device)
-    )
-    add_lora(model, rank=c.lora_rank, alpha=c.lora_alpha, targets=c.lora_targets, seed=c.seed)
-    model.recompute = c.recompute
-    return shard(model) if c.world > 1 else model
+def first_adapter(c: Config) -> dict[str, torch.Tensor] | None:
+    """The adapter of --init-lora, at the strength alpha / R of this run. Raises UsageError."""
+    if not c.init_lora:
+        return None
+    state, alpha = load_lora(find(c.init_lora))
+    ranks = sorted({len(v) for k, v in state.items() if ".lora_A." in k})
+    if ranks != [c.lora_rank]:
+        raise UsageError(f"--init-lora {c.init_lora} has rank {', '.join(map(str, ranks))}, "
+                         f"not --lora-rank {c.lora_rank}")
+    return {k: v * (alpha / c.lora_alpha) if ".lora_B." in k else v for k, v in state.items()}
 
 
-def build_engine(c: Config, model: Krea2DiT, device: torch.device) -> RolloutEngine:
+def build_policy(c: Config, folder: Path, first: dict[str, torch.Tensor] | None,
+                 device: torch.device) -> Krea2DiT:
+    """The frozen base with live and EMA adapters, which start as `first` or as nothing, on its device,
+    sharded when there are several ranks."""
+    def prepare(model: Krea2DiT) -> None:
+        add_lora(model, rank=c.lora_rank, alpha=c.lora_alpha, targets=c.lora_targets)
+        model.recompute = c.recompute
+        if first is not None:
+            check_adapter(model, first)     # before gigabytes are read
+        if c.world > 1:
+            shard(model)
+
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[c.dtype]
+    model = load_dit(folder, dtype=dtype, device=str(device), prepare=prepare)
+    reset_lora(model, c.seed)
+    for name in ("live", "ema") if first is not None else ():
+        set_adapter(model, name, first)
+    return model
+
+
+def build_engine(c: Config, folder: Path, model: Krea2DiT, device: torch.device) -> RolloutEngine:
     """What draws the rollouts."""
-    encoder = PromptEncoder(find(c.model), device, model.dtype, max_text=c.max_text)
-    decoder = ImageDecoder(find(c.model), device, model.dtype)
-    grid = token_grid(c)
+    encoder = PromptEncoder(folder, device, model.dtype, max_text=c.max_text, cache_mib=c.text_cache)
+    decoder = ImageDecoder(folder, device, model.dtype)
+    grid, mu = token_grid(c), TURBO_MU if is_distilled(folder, c.model) else None
 
     def draw(texts: list[torch.Tensor], seeds: list[int], steps: int) -> tuple[torch.Tensor, torch.Tensor]:
         noise = torch.cat([initial_noise(s, grid, model.config.in_channels, model.dtype) for s in seeds]).to(
             device
         )
         text, mask = pad_text(texts)
-        times = sigmas(steps, grid[0] * grid[1])
+        times = sigmas(steps, grid[0] * grid[1], mu)
         with use_adapter(model, "ema"):
             return sample(model, noise, text, times, grid, text_mask=mask), times
 
-    return TorchEngine(draw, encoder, decoder, grid)
+    return TorchEngine(draw, encoder, decoder, grid, offload=c.offload)
 
 
 def open_reward(c: Config) -> OCRReward:
@@ -1730,29 +1852,39 @@ def train(c: Config) -> dict[str, float]:
     """The whole run: evaluate, train `steps` rollouts, evaluate; resumes. Returns the last evaluation."""
     device = start_processes(c)
     prepare_toy(c)
-    check_pipeline(find(c.model))
     prompts = read_prompts(find(c.train_prompts), "--train-prompts")
     held_out = read_prompts(find(c.test_prompts), "--test-prompts")
+    first = first_adapter(c)
+    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        pipeline_folder(c.model)    # one rank of a machine downloads, the others find it done
+    gather_list([0])
+    folder = pipeline_folder(c.model)
+    if is_distilled(folder, c.model) and not c.allow_distilled:
+        raise UsageError(f"--model {c.model} is distilled (Turbo): RL on distilled weights blurs, collapses "
+                         "and is not supported; take Krea-2-Raw, or add --allow-distilled")
     with lock_run(c):
-        return train_in(open_run(c), c, prompts, held_out, device)
+        return train_in(open_run(c), c, folder, first, prompts, held_out, device)
 
 
-def train_in(run: Path, c: Config, prompts: list[str], held_out: list[str],
-             device: torch.device) -> dict[str, float]:
+def train_in(run: Path, c: Config, folder: Path, first: dict[str, torch.Tensor] | None, prompts: list[str],
+             held_out: list[str], device: torch.device) -> dict[str, float]:
     """`train`, once its folder is ours and its inputs are read."""
     if recorded_evaluation(run, c.steps) and state_folders(run)[-1:] and state_folders(run)[-1][0] == c.steps:
         log("This run is finished; --fresh starts it over, --name another, --steps makes it longer.", c)
         return final_table(run, c)
     log(f"{run}: recipe {c.recipe}, {c.world} rank(s) on {device.type}, {c.prompts} x {c.samples} images "
         "a rollout", c, run)
+    if is_distilled(folder, c.model):
+        log(f"WARNING: {c.model} is distilled (Turbo). RL on distilled weights is not supported: expect "
+            f"blur, then collapse. Its schedule is used, mu {TURBO_MU}.", c, run)
     with open_reward(c) as reward:
-        model = build_policy(c, device)
+        model = build_policy(c, folder, first, device)
         optimizer = torch.optim.AdamW(adapter_parameters(model, "live"), lr=c.lr, weight_decay=c.weight_decay,
                                       betas=(c.adam_beta1, c.adam_beta2))
         start = load_state(run, model, optimizer, c)
         if c.rank == 0:
             trim_metrics(run, start)
-        engine = build_engine(c, model, device)
+        engine = build_engine(c, folder, model, device)
         reward.warm_up()
         log(f"ready: rollouts {start} to {c.steps}, "
             f"{sum(p.numel() for p in adapter_parameters(model, 'live')):,} trained weights", c, run)
@@ -1836,7 +1968,7 @@ def save_adapter(run: Path, model: Krea2DiT, c: Config, step: int) -> None:
     """lora/step_N/pytorch_lora_weights.safetensors: the EMA adapter, for users."""
     state = adapter_state(model, "ema")
     if c.rank == 0:
-        save_lora(state, run / "lora" / f"step_{step}" / "pytorch_lora_weights.safetensors", c.lora_alpha)
+        save_lora(state, run / "lora" / f"step_{step}" / LORA_FILE, c.lora_alpha)
 
 
 def draw_pictures(engine: RolloutEngine, reward: OCRReward, held_out: list[str], c: Config, run: Path,

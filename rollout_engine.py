@@ -105,9 +105,10 @@ class PromptEncoder:
 
     def __init__(self, folder: str | Path, device: str | torch.device = "cpu",
                  dtype: torch.dtype = torch.float32, max_text: int = 512, taps: tuple[int, ...] | None = None,
-                 keep: int = 64):
-        """`max_text`: longest result in tokens; a longer prompt is cut. `keep`: encoded prompts that are
-        remembered. Raises ValueError when the tokenizer does not split the template into 34 + 5 tokens."""
+                 cache_mib: int = 256):
+        """`max_text`: longest result in tokens; a longer prompt is cut. `cache_mib`: encoded prompts that are
+        remembered, the last used ones. Raises ValueError when the tokenizer does not split the template into
+        34 + 5 tokens."""
         from transformers import AutoTokenizer, Qwen3VLModel
         from transformers.utils import logging
         logging.disable_progress_bar()
@@ -116,7 +117,8 @@ class PromptEncoder:
         if taps is None and index.is_file():
             taps = read_json(index).get("text_encoder_select_layers")
         self.taps = tuple(taps or DEFAULT_TAPS)
-        self.max_text, self.keep, self.known = max_text, keep, OrderedDict()
+        self.device, self.max_text = torch.device(device), max_text
+        self.known, self.free = OrderedDict(), cache_mib * 2**20    # prompt -> result; bytes left
         self.tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
         self.model = Qwen3VLModel.from_pretrained(folder / "text_encoder", dtype=dtype).to(device).eval()
         self.after = self.tokenizer(TEMPLATE_AFTER).input_ids
@@ -135,16 +137,20 @@ class PromptEncoder:
 
     @torch.no_grad()
     def _encode(self, prompt: str) -> torch.Tensor:
-        if prompt not in self.known:
-            ids = self.tokenizer(TEMPLATE_BEFORE + prompt).input_ids
-            ids = ids[:self.max_text + TOKENS_BEFORE - TOKENS_AFTER] + self.after
-            states = self.model.language_model(input_ids=torch.tensor([ids], device=self.model.device),
-                                               output_hidden_states=True, use_cache=False).hidden_states
-            self.known[prompt] = torch.stack([states[i][0, TOKENS_BEFORE:] for i in self.taps], dim=1)
-            if len(self.known) > self.keep:
-                self.known.popitem(last=False)
-        self.known.move_to_end(prompt)
-        return self.known[prompt]
+        if prompt in self.known:
+            self.known.move_to_end(prompt)
+            return self.known[prompt]
+        ids = self.tokenizer(TEMPLATE_BEFORE + prompt).input_ids
+        ids = ids[:self.max_text + TOKENS_BEFORE - TOKENS_AFTER] + self.after
+        states = self.model.to(self.device).language_model(     # which may have been moved off
+            input_ids=torch.tensor([ids], device=self.device), output_hidden_states=True, use_cache=False
+        ).hidden_states
+        text = torch.stack([states[i][0, TOKENS_BEFORE:] for i in self.taps], dim=1)
+        self.known[prompt] = text
+        self.free -= text.nbytes
+        while self.free < 0:
+            self.free += self.known.popitem(last=False)[1].nbytes
+        return text
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -167,7 +173,7 @@ class ImageDecoder:
         # low_cpu_mem_usage would need the package accelerate, and its absence is told in five lines.
         vae = AutoencoderKLQwenImage.from_pretrained(Path(folder) / "vae", torch_dtype=dtype,
                                                      low_cpu_mem_usage=False)
-        self.vae = vae.to(device).eval()
+        self.vae, self.device = vae.to(device).eval(), torch.device(device)
         shape = (1, -1, 1, 1, 1)
         self.mean = torch.tensor(self.vae.config.latents_mean, device=device).view(shape)
         self.std = torch.tensor(self.vae.config.latents_std, device=device).view(shape)
@@ -176,7 +182,8 @@ class ImageDecoder:
     def decode(self, tokens: torch.Tensor, grid: tuple[int, int]) -> torch.Tensor:
         """x0 tokens (B, N, 4 C) -> pictures (B, H, W, 3) uint8 on the CPU."""
         latents = unpack(tokens, grid)[:, :, None].float() * self.std + self.mean       # one frame
-        frames = self.vae.decode(latents.to(self.vae.dtype), return_dict=False)[0][:, :, 0]
+        vae = self.vae.to(self.device)      # which may have been moved off
+        frames = vae.decode(latents.to(vae.dtype), return_dict=False)[0][:, :, 0]
         return ((frames.float().clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 1).cpu()
 
 
@@ -188,9 +195,11 @@ class TorchEngine:
     """Samples with the trainer's weights: no adapter of its own to update, nothing to put to sleep."""
 
     def __init__(self, draw: Callable[[list[torch.Tensor], list[int], int], tuple[torch.Tensor, ...]],
-                 encoder: PromptEncoder, decoder: ImageDecoder, grid: tuple[int, int]):
-        """`draw(texts, seeds, steps)` -> x0 tokens (B, N, 4 C), sigmas (T + 1,); `grid`: of tokens."""
+                 encoder: PromptEncoder, decoder: ImageDecoder, grid: tuple[int, int], offload: bool = False):
+        """`draw(texts, seeds, steps)` -> x0 tokens (B, N, 4 C), sigmas (T + 1,); `grid`: of tokens;
+        `offload`: asleep, the encoder and the decoder lie in host memory, until they are next used."""
         self.draw, self.encoder, self.decoder, self.grid, self.version = draw, encoder, decoder, grid, 0
+        self.offload = offload
 
     def wake(self) -> None:
         pass
@@ -212,7 +221,11 @@ class TorchEngine:
                 yield Sample(request, images[i], x0[i], texts[i], sigmas, self.version)
 
     def sleep(self) -> None:
-        pass
+        if self.offload:
+            self.encoder.model.to("cpu")
+            self.decoder.vae.to("cpu")
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
 
     def close(self) -> None:
         pass
