@@ -37,6 +37,7 @@ import shutil
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -176,12 +177,19 @@ def recipe_for_hardware(gpus: int) -> str:
     return "toy" if gpus == 0 else "sync8" if gpus >= 6 else "sync2"
 
 
+class OptionParser(argparse.ArgumentParser):
+    """One whose complaints are one sentence."""
+
+    def error(self, message: str):
+        raise UsageError(f"{message} (--help lists all)")
+
+
 def make_config(argv: list[str]) -> Config:
     """Defaults, then the recipe, then the command line. Raises UsageError for anything unclear."""
     settings = {f.name: f for f in dataclasses.fields(Config) if "help" in f.metadata}
-    parser = argparse.ArgumentParser("nft_krea2.py", allow_abbrev=False, description=__doc__.split("\n\n")[0],
-                                     formatter_class=argparse.RawTextHelpFormatter,
-                                     epilog="recipes: " + ", ".join(RECIPES))
+    parser = OptionParser("nft_krea2.py", allow_abbrev=False, description=__doc__.split("\n\n")[0],
+                          formatter_class=argparse.RawTextHelpFormatter,
+                          epilog="recipes: " + ", ".join(RECIPES))
     for name, f in settings.items():
         flag, meta = "--" + name.replace("_", "-"), f.metadata
         text = f"{meta['help']} [{f.default if f.default != '' else 'empty'}]"
@@ -231,7 +239,11 @@ def check_config(c: Config) -> None:
         need(getattr(c, key) >= 0, f"--{key.replace('_', '-')} must not be negative, not {getattr(c, key)}")
     for key in ("lr", "beta", "advantage_clip", "lora_alpha"):
         need(0 < getattr(c, key) < math.inf, f"--{key.replace('_', '-')} must be a positive number")
-    need(0 <= c.ema_limit < 1, f"--ema-limit must lie in [0, 1), not {c.ema_limit}")
+    for key in ("ema_limit", "adam_beta1", "adam_beta2"):
+        need(0 <= getattr(c, key) < 1, f"--{key.replace('_', '-')} must lie in [0, 1), not {getattr(c, key)}")
+    need(c.samples >= 2 or c.advantage_mean == "global",
+         "--samples 1 teaches nothing: with one sample a prompt every advantage is 0; take 2 or more")
+    need(c.max_text > 5, "--max-text must be more than 5, the tokens that follow every prompt")
     need(c.height % 16 == 0 and c.width % 16 == 0,
          f"--height and --width must be multiples of 16 (VAE 8 x patch 2), not {c.height} x {c.width}")
     need(c.sample_steps >= 2,
@@ -244,7 +256,8 @@ def check_config(c: Config) -> None:
     need(c.device == "cpu" or torch.cuda.is_available(),
          "--device cuda, but torch sees no GPU; use --device cpu")
     need(bool(c.model),
-         f"recipe {c.recipe} needs --model: the Krea-2-Raw pipeline folder (model_index.json inside)")
+         f"recipe {c.recipe} needs --model, the Krea-2-Raw pipeline folder or its hub id; --recipe toy needs "
+         "nothing")
     need(bool(c.train_prompts), "--train-prompts is needed: a text file, one prompt a line")
     need(bool(c.test_prompts), "--test-prompts is needed: the held-out prompts, one a line")
     need(re.fullmatch(r"[\w.+-]+", c.name) is not None,
@@ -742,8 +755,9 @@ def load_dit(path: str | Path, *, dtype: torch.dtype | None = None, device: str 
     model.to_empty(device=device)
     mapped, tensors, read = None, None, 0
     for name, (file, key, _) in stored.items():
-        if file != mapped or read > 2**26:      # pages of a mapped file count as this process's memory, so
-            mapped, tensors, read = file, open_tensors(file), 0     # that it is closed and opened now and then
+        if file != mapped or read > 2**26:
+            # Pages of a mapped file count as this process's memory: now and then it is closed and opened.
+            mapped, tensors, read = file, open_tensors(file), 0
         read += read_rows_(model.get_parameter(name), tensors.get_slice(key))
     return model
 
@@ -1157,9 +1171,12 @@ def nft_loss(
 
     loss = clip * (r * part(beta * v_new + (1 - beta) * v_old)
                    + (1 - r) * part((1 + beta) * v_old - beta * v_new)) / beta
-    if kl_weight > 0:
-        loss = loss + kl_weight * (v_new - v_ref).double().square().mean(dims)
-    return loss
+    return loss + kl_weight * kl_term(v_new, v_ref) if kl_weight > 0 else loss
+
+
+def kl_term(v_new: torch.Tensor, v_ref: torch.Tensor) -> torch.Tensor:
+    """mean |v_new - v_ref|^2 per sample, (B,) float64: the KL divergence of the two flows up to a factor."""
+    return (v_new - v_ref).double().square().flatten(1).mean(1)
 
 
 def ema_decay(step: int, *, rate: float = 0.001, limit: float = 0.5, start: int = 0) -> float:
@@ -1235,6 +1252,20 @@ def gather_list(items: list) -> list:
     parts: list[list] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(parts, items)
     return [x for part in parts for x in part]
+
+
+def agreed(work: Callable[[], object]):
+    """work() on every rank. A mistake of the user's that one rank finds is raised on all of them, so that
+    none is left waiting for it."""
+    result = problem = None
+    try:
+        result = work()
+    except UsageError as e:
+        problem = str(e)
+    for found in gather_list([problem]):
+        if found is not None:
+            raise UsageError(found)
+    return result
 
 
 def total(value: float, c: Config, op: str = "sum") -> float:
@@ -1439,7 +1470,7 @@ def train_on(model: Krea2DiT, optimizer: torch.optim.Optimizer, samples: list[Sa
             for term, v in zip(batch, velocity(model, noised(batch, c, step, device), "ema", grid)):
                 term.v_old = v
     sums = {"loss/nft": 0.0, "loss/kl": 0.0, "grad_norm": 0.0}
-    for j, part in enumerate(batches):
+    for part in batches:
         count = total(sum(term.weight for batch in part for term in batch), c)
         for batch in part:
             b = noised(batch, c, step, device)
@@ -1448,19 +1479,19 @@ def train_on(model: Krea2DiT, optimizer: torch.optim.Optimizer, samples: list[Sa
             b_r, weight = (
                 torch.tensor([getattr(term, k) for term in batch], device=device) for k in ("r", "weight")
             )
-            kl = torch.zeros((), dtype=torch.float64, device=device)
+            v_ref = None
             if c.kl_weight > 0:
                 with torch.no_grad():
                     v_ref = velocity(model, b, None, grid)
-                kl = (v_new - v_ref).double().square().mean((1, 2))
-            nft = nft_loss(v_new, v_old, b["x_t"], b["x0"], b["t"], b_r, beta=c.beta, clip=c.advantage_clip,
-                           adaptive=c.adaptive_weight)
-            loss = nft + c.kl_weight * kl
+            loss = nft_loss(v_new, v_old, b["x_t"], b["x0"], b["t"], b_r, beta=c.beta, clip=c.advantage_clip,
+                            adaptive=c.adaptive_weight, kl_weight=c.kl_weight, v_ref=v_ref)
             refuse_nonfinite(loss, batch, step)
             # FSDP averages gradients over the ranks; the mean is over the terms of all of them.
             (loss * weight).sum().mul(c.world / count).backward()
-            sums["loss/nft"] += (nft.detach() * weight).sum().item() / count / len(batches)
-            sums["loss/kl"] += (kl.detach() * weight).sum().item() / count / len(batches)
+            kl = kl_term(v_new.detach(), v_ref) if c.kl_weight > 0 else torch.zeros_like(loss)
+            share = weight / count / len(batches)
+            sums["loss/nft"] += ((loss.detach() - c.kl_weight * kl) * share).sum().item()
+            sums["loss/kl"] += (kl * share).sum().item()
         norm = whole(torch.nn.utils.clip_grad_norm_(live, c.max_grad_norm or math.inf)).item()
         if not math.isfinite(norm):
             raise TrainingError(
@@ -1469,10 +1500,15 @@ def train_on(model: Krea2DiT, optimizer: torch.optim.Optimizer, samples: list[Sa
             )
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        update_ema(model, ema_decay(step * c.optimizer_steps + j + 1, rate=c.ema_rate, limit=c.ema_limit))
+        update_ema(model, ema_decay(updates_made(optimizer), rate=c.ema_rate, limit=c.ema_limit))
         sums["grad_norm"] += norm / len(batches)
-    return {"loss/nft": total(sums["loss/nft"], c), "loss/kl": total(sums["loss/kl"], c),
-            "grad_norm": sums["grad_norm"], "policy/drift": drift(model)}
+    losses = {k: total(sums[k], c) for k in (("loss/nft", "loss/kl") if c.kl_weight > 0 else ("loss/nft",))}
+    return losses | {"grad_norm": sums["grad_norm"], "policy/drift": drift(model)}
+
+
+def updates_made(optimizer: torch.optim.Optimizer) -> int:
+    """Optimiser steps so far, over the whole run."""
+    return int(next(iter(optimizer.state.values()))["step"]) if optimizer.state else 0
 
 
 def refuse_nonfinite(loss: torch.Tensor, batch: list[Term], step: int) -> None:
@@ -1520,14 +1556,14 @@ def evaluate(engine: RolloutEngine, reward: OCRReward, prompts: list[str], c: Co
     }
     images = shown_images(samples, c)
     if c.rank == 0:
-        (run / "eval").mkdir(exist_ok=True)
+        save_grid(run / "images" / f"step_{step:04d}.png", images, readings, c)
         lines = [json.dumps(result)] + [
             json.dumps(dataclasses.asdict(x), ensure_ascii=False) for x in readings
         ]
+        # Last, because this file says that the evaluation is done.
         write_atomic(
             run / "eval" / f"step_{step}.jsonl", lambda part: part.write_text("\n".join(lines) + "\n")
         )
-        save_grid(run / "images" / f"step_{step:04d}.png", images, readings, c)
     return result
 
 
@@ -1558,11 +1594,12 @@ def shown_images(samples: list[Sample], c: Config) -> list[tuple[int, int, torch
                         if not x.request.spare and is_shown(x.request, c)])
 
 
-def log(message: str, c: Config, run: Path | None = None) -> None:
+def log(message: str, c: Config, run: Path | None = None, screen: bool = True) -> None:
     """A line on the screen, above a running progress bar, and in the run's log.txt. Rank 0 speaks."""
     if c.rank == 0:
-        tqdm.write(message, file=sys.stdout)
-        sys.stdout.flush()
+        if screen:
+            tqdm.write(message, file=sys.stdout)
+            sys.stdout.flush()
         if run is not None:
             with open(run / "log.txt", "a") as f:
                 f.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} {message}\n")
@@ -1588,9 +1625,8 @@ def append_metrics(run: Path, values: dict, c: Config) -> None:
     """One JSON object a step, at the end of metrics.jsonl."""
     if c.rank == 0:
         with open(run / "metrics.jsonl", "a") as f:
-            f.write(
-                json.dumps({k: round(v, 6) if isinstance(v, float) else v for k, v in values.items()}) + "\n"
-            )
+            digits = {k: float(f"{v:.9g}") if isinstance(v, float) else v for k, v in values.items()}
+            f.write(json.dumps(digits) + "\n")
 
 
 def trim_metrics(run: Path, step: int) -> None:
@@ -1663,52 +1699,77 @@ def lock_run(c: Config):
     The kernel frees the lock when this process ends, however it ends. The file lies beside the folder because
     --fresh deletes the folder.
     """
-    if c.rank > 0:
-        yield
-        return
     file = Path(c.runs) / f".{c.name}.lock"
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(file, "w")
-    except OSError as e:
-        raise UsageError(f"{file.parent} cannot be written ({e.strerror}): choose other --runs") from e
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(f"{file.parent / c.name} is in use by another start: wait for its end, "
-                             "or choose another --name") from None
+    with contextlib.ExitStack() as held:
+        def take() -> None:
+            if c.rank > 0:
+                return
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                fcntl.flock(held.enter_context(open(file, "w")), fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UsageError(f"{file.parent / c.name} is in use by another start: wait for its end, "
+                                 "or choose another --name") from None
+            except OSError as e:
+                raise UsageError(f"{c.runs} cannot be written ({e.strerror}): choose other --runs") from e
+
+        agreed(take)
         yield
 
 
-def open_run(c: Config) -> Path:
-    """The run's folder, made or found. Raises UsageError when it belongs to a run with other settings."""
+def identities(folder: Path, prompts: list[str], held_out: list[str]) -> dict[str, str]:
+    """What the settings only point at: a hash of the base (of its files' sizes, first and last MiB) and of
+    the prompts, so that a run does not go on with others of the same name."""
+    base = hashlib.sha256()
+    for file in weight_files(folder)[0]:
+        with open(file, "rb") as f:
+            base.update(f"{file.name} {file.stat().st_size} ".encode() + f.read(2**20))
+            f.seek(-min(2**20, file.stat().st_size), os.SEEK_END)
+            base.update(f.read())
+    return {"contents of --model": base.hexdigest()[:16],
+            "contents of --train-prompts": hashlib.sha256(json.dumps(prompts).encode()).hexdigest()[:16],
+            "contents of --test-prompts": hashlib.sha256(json.dumps(held_out).encode()).hexdigest()[:16]}
+
+
+def check_run(c: Config, contents: dict[str, str]) -> Path:
+    """The run's folder; nothing is written. Raises UsageError when what is there is not this run's."""
     run = Path(c.runs) / c.name
-    file, settings = run / "config.json", settings_table(c)
+    file = run / "config.json"
+    if c.fresh:
+        if run.exists() and any(run.iterdir()) and not file.is_file():
+            raise UsageError(f"--fresh would delete {run}, which is not a run's folder: take another --name")
+        return run
+    if file.is_file():
+        old = read_json(file, UsageError)
+        defaults = {f.name: f.default for f in dataclasses.fields(c)}
+        free = {f.name for f in dataclasses.fields(c) if f.metadata.get("free")}
+        now = {k: v for k, v in settings_table(c).items() if k not in free} | contents
+        odd = [k for k, v in now.items() if old.get(k, defaults.get(k, v)) != v]
+        if odd and not c.allow_change:
+            name = odd[0] if odd[0] in contents else "--" + odd[0].replace("_", "-")
+            raise UsageError(
+                f"{run} was made with {name} {old.get(odd[0], defaults.get(odd[0]))}, not {now[odd[0]]}: "
+                "--fresh starts over, --allow-change goes on, --name starts another"
+            )
+    done = state_folders(run)[-1:]
+    if done and done[0][0] > c.steps:
+        raise UsageError(f"{run} stands at rollout {done[0][0]}, beyond --steps {c.steps}: --fresh starts "
+                         "over, --name starts another")
+    return run
+
+
+def open_run(run: Path, c: Config, contents: dict[str, str]) -> None:
+    """Make the folder what this start needs. Called when nothing is left that could refuse the settings."""
     if c.rank == 0:
-        if c.fresh and run.exists():
-            if any(run.iterdir()) and not file.is_file():
-                raise UsageError(
-                    f"--fresh would delete {run}, which is not a run's folder: choose another --name"
-                )
-            shutil.rmtree(run)
-        if file.is_file():
-            old = read_json(file, UsageError)
-            free = {f.name for f in dataclasses.fields(c) if f.metadata.get("free")}
-            odd = [k for k in settings if k not in free and old.get(k) != settings[k]]
-            if odd and not c.allow_change:
-                raise UsageError(
-                    f"{run} was made with --{odd[0].replace('_', '-')} {old.get(odd[0])}, not "
-                    f"{settings[odd[0]]}: --fresh starts over, --allow-change goes on, --name starts another"
-                )
         try:
+            if c.fresh and run.exists():
+                shutil.rmtree(run)
             for folder in ("images", "state", "lora"):
                 (run / folder).mkdir(parents=True, exist_ok=True)
-            write_atomic(file, lambda part: part.write_text(json.dumps(settings, indent=2) + "\n"))
+            text = json.dumps(settings_table(c) | contents, indent=2) + "\n"
+            write_atomic(run / "config.json", lambda part: part.write_text(text))
         except OSError as e:
             raise UsageError(f"{run} cannot be written ({e.strerror}): choose another --runs folder") from e
-    gather_list([0])    # the others wait until it is there
-    return run
 
 
 def state_folders(run: Path) -> list[tuple[int, Path]]:
@@ -1728,6 +1789,7 @@ def save_state(run: Path, model: Krea2DiT, optimizer: torch.optim.Optimizer, c: 
         for key, p in zip(live, adapter_parameters(model, "live")):
             if p in optimizer.state:
                 tensors[f"{moment}.{key}"] = whole(optimizer.state[p][moment]).cpu().clone()
+    tensors["updates"] = torch.tensor(updates_made(optimizer))
     if c.rank == 0:
         final, part = run / "state" / f"step_{step}", run / "state" / f".step_{step}.part"
         for leftover in (part, final):
@@ -1757,9 +1819,10 @@ def load_state(run: Path, model: Krea2DiT, optimizer: torch.optim.Optimizer, c: 
     for name in ("live", "ema"):
         set_adapter(model, name, part(name))
     moments = {m: part(m) for m in ("exp_avg", "exp_avg_sq")}
+    updates = tensors.get("updates", torch.tensor(step * c.optimizer_steps))    # older runs did not say
     for key, p in zip(adapter_keys(model), adapter_parameters(model, "live")):
         if key in moments["exp_avg"]:
-            optimizer.state[p] = {"step": torch.tensor(float(step * c.optimizer_steps))}
+            optimizer.state[p] = {"step": updates.float().clone()}
             for moment, values in moments.items():
                 optimizer.state[p][moment] = torch.zeros_like(p)
                 copy_whole_(optimizer.state[p][moment], values[key])
@@ -1769,6 +1832,9 @@ def load_state(run: Path, model: Krea2DiT, optimizer: torch.optim.Optimizer, c: 
 # ----------------------------------------------------------------------------------------------------------
 # The loop
 # ----------------------------------------------------------------------------------------------------------
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
 
 def token_grid(c: Config) -> tuple[int, int]:
     """Rows and columns of image tokens."""
@@ -1781,12 +1847,11 @@ def find(path: str) -> Path:
 
 
 def prepare_toy(c: Config) -> None:
-    """Build the folder of the toy recipe unless the one there is the present recipe's; other ranks wait."""
+    """Build the folder of the toy recipe unless the one there is the present recipe's."""
     if c.model == RECIPES["toy"]["model"] and find(c.model).resolve() == HERE / c.model and c.rank == 0:
         done = subprocess.run([sys.executable, HERE / "tools" / "make_toy.py"])
         if done.returncode:
             raise UsageError(f"tools/make_toy.py ended with {done.returncode}; its message stands above")
-    gather_list([0])
 
 
 def first_adapter(c: Config) -> dict[str, torch.Tensor] | None:
@@ -1813,24 +1878,33 @@ def build_policy(c: Config, folder: Path, first: dict[str, torch.Tensor] | None,
         if c.world > 1:
             shard(model)
 
-    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[c.dtype]
-    model = load_dit(folder, dtype=dtype, device=str(device), prepare=prepare)
+    model = load_dit(folder, dtype=DTYPES[c.dtype], device=str(device), prepare=prepare)
     reset_lora(model, c.seed)
     for name in ("live", "ema") if first is not None else ():
         set_adapter(model, name, first)
     return model
 
 
-def build_engine(c: Config, folder: Path, model: Krea2DiT, device: torch.device) -> RolloutEngine:
+def build_ends(c: Config, folder: Path, prompts: list[str],
+               device: torch.device) -> tuple[PromptEncoder, ImageDecoder]:
+    """What stands before and after the transformer. Raises UsageError, also for a prompt that is too long."""
+    dtype = DTYPES[c.dtype]
+    try:
+        encoder = PromptEncoder(folder, device, dtype, max_text=c.max_text, cache_mib=c.text_cache)
+        encoder.refuse_long(prompts)
+        return encoder, ImageDecoder(folder, device, dtype)
+    except (OSError, ValueError) as e:
+        raise UsageError(f"--model {folder}: {' '.join(str(e).split())[:400]}") from e
+
+
+def build_engine(c: Config, folder: Path, model: Krea2DiT, encoder: PromptEncoder,
+                 decoder: ImageDecoder) -> RolloutEngine:
     """What draws the rollouts."""
-    encoder = PromptEncoder(folder, device, model.dtype, max_text=c.max_text, cache_mib=c.text_cache)
-    decoder = ImageDecoder(folder, device, model.dtype)
     grid, mu = token_grid(c), TURBO_MU if is_distilled(folder, c.model) else None
 
     def draw(texts: list[torch.Tensor], seeds: list[int], steps: int) -> tuple[torch.Tensor, torch.Tensor]:
-        noise = torch.cat([initial_noise(s, grid, model.config.in_channels, model.dtype) for s in seeds]).to(
-            device
-        )
+        noise = torch.cat([initial_noise(s, grid, model.config.in_channels, model.dtype) for s in seeds])
+        noise = noise.to(encoder.device)
         text, mask = pad_text(texts)
         times = sigmas(steps, grid[0] * grid[1], mu)
         with use_adapter(model, "ema"):
@@ -1851,48 +1925,62 @@ def open_reward(c: Config) -> OCRReward:
 def train(c: Config) -> dict[str, float]:
     """The whole run: evaluate, train `steps` rollouts, evaluate; resumes. Returns the last evaluation."""
     device = start_processes(c)
-    prepare_toy(c)
-    prompts = read_prompts(find(c.train_prompts), "--train-prompts")
-    held_out = read_prompts(find(c.test_prompts), "--test-prompts")
-    first = first_adapter(c)
-    if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-        pipeline_folder(c.model)    # one rank of a machine downloads, the others find it done
-    gather_list([0])
-    folder = pipeline_folder(c.model)
+    agreed(lambda: prepare_toy(c))
+    prompts = agreed(lambda: read_prompts(find(c.train_prompts), "--train-prompts"))
+    held_out = agreed(lambda: read_prompts(find(c.test_prompts), "--test-prompts"))
+    first = agreed(lambda: first_adapter(c))
+    first_here = int(os.environ.get("LOCAL_RANK", 0)) == 0
+    agreed(lambda: pipeline_folder(c.model) if first_here else None)    # it downloads, the others find it done
+    folder = agreed(lambda: pipeline_folder(c.model))
     if is_distilled(folder, c.model) and not c.allow_distilled:
         raise UsageError(f"--model {c.model} is distilled (Turbo): RL on distilled weights blurs, collapses "
                          "and is not supported; take Krea-2-Raw, or add --allow-distilled")
     with lock_run(c):
-        return train_in(open_run(c), c, folder, first, prompts, held_out, device)
+        return train_in(c, folder, first, prompts, held_out, device)
 
 
-def train_in(run: Path, c: Config, folder: Path, first: dict[str, torch.Tensor] | None, prompts: list[str],
+def train_in(c: Config, folder: Path, first: dict[str, torch.Tensor] | None, prompts: list[str],
              held_out: list[str], device: torch.device) -> dict[str, float]:
     """`train`, once its folder is ours and its inputs are read."""
-    if recorded_evaluation(run, c.steps) and state_folders(run)[-1:] and state_folders(run)[-1][0] == c.steps:
+    contents = identities(folder, prompts, held_out)
+    run = agreed(lambda: check_run(c, contents))
+    if not c.fresh and recorded_evaluation(run, c.steps) and state_folders(run)[-1:] and (
+            state_folders(run)[-1][0] == c.steps):
         log("This run is finished; --fresh starts it over, --name another, --steps makes it longer.", c)
         return final_table(run, c)
     log(f"{run}: recipe {c.recipe}, {c.world} rank(s) on {device.type}, {c.prompts} x {c.samples} images "
-        "a rollout", c, run)
-    if is_distilled(folder, c.model):
-        log(f"WARNING: {c.model} is distilled (Turbo). RL on distilled weights is not supported: expect "
-            f"blur, then collapse. Its schedule is used, mu {TURBO_MU}.", c, run)
+        "a rollout", c)
     with open_reward(c) as reward:
+        encoder, decoder = build_ends(c, folder, prompts + held_out, device)
         model = build_policy(c, folder, first, device)
         optimizer = torch.optim.AdamW(adapter_parameters(model, "live"), lr=c.lr, weight_decay=c.weight_decay,
                                       betas=(c.adam_beta1, c.adam_beta2))
-        start = load_state(run, model, optimizer, c)
+        start = 0 if c.fresh else load_state(run, model, optimizer, c)
+        engine = build_engine(c, folder, model, encoder, decoder)
+        reward.warm_up()
+        # From here on nothing refuses the settings: only now is the folder changed, or started over.
+        agreed(lambda: open_run(run, c, contents))
         if c.rank == 0:
             trim_metrics(run, start)
-        engine = build_engine(c, folder, model, device)
-        reward.warm_up()
-        log(f"ready: rollouts {start} to {c.steps}, "
+        if is_distilled(folder, c.model):
+            log(f"WARNING: {c.model} is distilled (Turbo). RL on distilled weights is not supported: expect "
+                f"blur, then collapse. Its schedule is used, mu {TURBO_MU}.", c, run)
+        log(f"ready: {run}, recipe {c.recipe}, seed {c.seed}, rollouts {start} to {c.steps}, "
             f"{sum(p.numel() for p in adapter_parameters(model, 'live')):,} trained weights", c, run)
         try:
             loop(c, run, model, optimizer, engine, reward, prompts, held_out, start, device)
         finally:
             engine.close()
     return final_table(run, c)
+
+
+@contextlib.contextmanager
+def awake(engine: RolloutEngine, model: Krea2DiT, version: int):
+    """Within the block the engine is awake and samples with the EMA adapter after `version` rollouts."""
+    engine.wake()
+    engine.update_adapter(version, lambda: adapter_state(model, "ema"))
+    yield
+    engine.sleep()
 
 
 def loop(
@@ -1902,7 +1990,9 @@ def loop(
     """Rollouts `start` to `steps`, with an evaluation before the first and after the last."""
     def measure(step: int) -> dict[str, float]:
         began = time.monotonic()
-        result = evaluate(engine, reward, held_out, c, run, step) | {"time/eval": time.monotonic() - began}
+        with awake(engine, model, step):
+            result = evaluate(engine, reward, held_out, c, run, step)
+        result["time/eval"] = time.monotonic() - began
         log(f"step {step}: held-out reward {result['eval/ocr_test']:.3f}, exact {result['eval/exact']:.3f}",
             c, run)
         return result
@@ -1915,13 +2005,11 @@ def loop(
     for step in bar:
         began = time.monotonic()
         # Rollout: the EMA policy draws P x S images, the OCR workers read them
-        engine.wake()
-        engine.update_adapter(step, lambda: adapter_state(model, "ema"))
-        synced = time.monotonic()
-        samples, readings, drawing, waiting = draw_and_read(
-            engine, reward, rollout_requests(c, prompts, step), c.sample_steps, c, "rollout"
-        )
-        engine.sleep()
+        with awake(engine, model, step):
+            synced = time.monotonic()
+            samples, readings, drawing, waiting = draw_and_read(
+                engine, reward, rollout_requests(c, prompts, step), c.sample_steps, c, "rollout"
+            )
         failed = refuse_failures(readings, c, f"step {step}")
 
         # Reward -> advantage -> r
@@ -1945,7 +2033,8 @@ def loop(
         if done % c.record_every == 0 or evaluated:
             save_adapter(run, model, c, done)
             if not evaluated:       # which draws the same pictures among its own
-                draw_pictures(engine, reward, held_out, c, run, done)
+                with awake(engine, model, done):
+                    draw_pictures(engine, reward, held_out, c, run, done)
         metrics |= {"time/sync": synced - began, "time/rollout": drawing, "time/reward": waiting,
                     "time/train": trained - training, "time/save": saving}
         metrics |= {"images_per_s": len(readings) / (trained - began)} | memory(c, device, reward.pids)
@@ -1953,10 +2042,9 @@ def loop(
             metrics |= measure(done)
         append_metrics(run, metrics, c)
         bar.set_postfix_str(f"reward {metrics['reward/mean']:.3f}")
-        if not sys.stderr.isatty():
-            log(f"step {done}/{c.steps}  reward {metrics['reward/mean']:.3f}  exact "
-                f"{metrics['reward/exact']:.2f}  loss {metrics['loss/nft']:.4f}  {trained - began:.1f} s",
-                c, run)
+        log(f"step {done}/{c.steps}  reward {metrics['reward/mean']:.3f}  exact "
+            f"{metrics['reward/exact']:.2f}  loss {metrics['loss/nft']:.4f}  {trained - began:.1f} s",
+            c, run, screen=not sys.stderr.isatty())     # a terminal has the bar
         # The state last: a stop before this line repeats the step, one after it has nothing left to do.
         if done % c.save_every == 0 or done == c.steps:
             saved = time.monotonic()
@@ -2006,18 +2094,30 @@ def final_table(run: Path, c: Config) -> dict[str, float]:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Exit status: 0, 1 when training failed, 2 for a mistake of the user's, 130 for Ctrl-C."""
+    rank = int(os.environ.get("RANK", 0))
+    status = 0
     try:
         train(make_config(sys.argv[1:] if argv is None else argv))
     except (UsageError, TrainingError, EngineError, OCRError) as e:
-        print(f"nft_krea2: {e}", file=sys.stderr)
-        return 2 if isinstance(e, UsageError) else 1
+        status = 2 if isinstance(e, UsageError) else 1
+        if rank == 0 or status == 1:        # the ranks agree on the mistakes of users
+            print(f"nft_krea2: {f'rank {rank}: ' if rank else ''}{e}", file=sys.stderr)
     except KeyboardInterrupt:
-        print("nft_krea2: stopped; the same command goes on from the last checkpoint", file=sys.stderr)
-        return 130
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    return 0
+        status = 130
+        if rank == 0:
+            print("nft_krea2: stopped; the same command goes on from the last checkpoint", file=sys.stderr)
+    except Exception:
+        if not dist.is_initialized():
+            raise
+        status = 1
+        traceback.print_exc()
+    if dist.is_initialized():
+        if status:      # the others may wait for this rank: an orderly end would wait for them
+            sys.stderr.flush()
+            os._exit(status)
+        dist.destroy_process_group()
+    return status
 
 
 if __name__ == "__main__":

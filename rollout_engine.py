@@ -127,6 +127,14 @@ class PromptEncoder:
             raise ValueError(f"{folder / 'tokenizer'} splits the template into {counts} tokens, Krea-2 needs "
                              f"{(TOKENS_BEFORE, TOKENS_AFTER)}: it is another model's tokenizer")
 
+    def refuse_long(self, prompts: list[str]) -> None:
+        """Raises ValueError for a prompt that `max_text` would cut: it might lose the words to write."""
+        for prompt in prompts:
+            tokens = len(self.tokenizer(prompt).input_ids) + TOKENS_AFTER
+            if tokens > self.max_text:
+                raise ValueError(f"the prompt {prompt!r} takes {tokens} tokens, more than --max-text "
+                                 f"{self.max_text}: raise that, or shorten the prompt")
+
     def encode(self, prompts: list[str]) -> list[torch.Tensor]:
         """Each prompt -> (L, taps, width), L = its tokens + 5, at most `max_text`; on the encoder's device.
 

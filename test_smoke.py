@@ -435,8 +435,8 @@ def test_ranks_read_their_own_rows_of_either_naming(tmp_path, ranks, change):
     """96 rows do not divide by three blocks of 33, so that the last rank's part is short."""
     (tmp_path / "load.py").write_text(RANKS_LOAD)
     folder, out = write_tiny(tmp_path / "model", change), tmp_path / "whole.pt"
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
-                    tmp_path / "load.py", folder, str(ranks), out], check=True, timeout=120,
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    subprocess.run([*torchrun, tmp_path / "load.py", folder, str(ranks), out], check=True, timeout=120,
                    env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
     alone = tiny_dit()
     nft.add_lora(alone, rank=2, seed=7)
@@ -700,7 +700,7 @@ def test_a_file_that_is_no_adapter_is_refused_by_name(tmp_path):
     for key, value, message in [
         ("transformer.img_in.weight", torch.ones(2, 2), "holds transformer.img_in.weight.*export"),
         ("diffusion_model.first.lora_A.weight", torch.ones(2, 2), "holds diffusion_model.*export"),
-        ("transformer.img_in.lora_A.weight", torch.full((2, 2), math.nan), "img_in.lora_A.weight is not a finite"),
+        ("transformer.img_in.lora_A.weight", torch.full((2, 2), math.nan), "lora_A.weight is not a finite"),
     ]:
         save_file({key: value}, tmp_path / "x.safetensors")
         with pytest.raises(UsageError, match=message):
@@ -1313,7 +1313,7 @@ def small(runs: Path, *more: str) -> list[str]:
     """Two prompts, four samples: the whole loop in seconds."""
     return settings(runs, "--prompts", 2, "--samples", 4, "--rollout-batch", 3, "--train-times", 2,
                     "--optimizer-steps", 2, "--eval-limit", 2, "--eval-samples", 2, "--sample-steps", 5,
-                    "--micro-batch", 3, *more)
+                    "--micro-batch", 3, "--kl-weight", 0.1, *more)
 
 
 def start(arguments: list[str], ranks: int = 1) -> subprocess.CompletedProcess:
@@ -1360,6 +1360,7 @@ def test_a_run_leaves_what_the_readme_promises(uninterrupted):
     assert alpha == 16 and all(torch.equal(state[k], ema[k]) for k in ema), "users get the EMA adapter"
     assert any(v.abs().max() > 0 for k, v in state.items() if ".lora_B." in k)
     assert [step for step, _ in nft.state_folders(run)] == [3, 4], "the last two states are kept"
+    assert (run / "log.txt").read_text().count("reward") >= 6, "every rollout and both evaluations"
 
 
 def test_resume_is_bit_exact(uninterrupted, tmp_path):
@@ -1420,6 +1421,10 @@ REFUSED = {
     "unknown target": (["--lora-targets", "to_x"], "to_x"),
     "no OCR weights": (["--ocr-models", "/nowhere"], "/nowhere"),
     "odd name": (["--name", "a/b"], "a/b"),
+    "no number": (["--lr", "fast"], "--lr"),
+    "one sample": (["--samples", "1"], "--samples 1"),
+    "no moving average": (["--adam-beta1", "1"], "--adam-beta1"),
+    "prompts longer than allowed": (["--max-text", "6"], "--max-text 6"),
 }
 
 
@@ -1456,7 +1461,8 @@ def test_a_run_goes_on_from_an_adapter(uninterrupted, tmp_path, capsys):
     file = uninterrupted / "run" / "lora" / "step_4"
     assert nft.main(small(tmp_path, "--steps", 0, "--init-lora", file, "--lora-alpha", 16)) == 0
     assert held_out(tmp_path, 0) == held_out(uninterrupted, 4), "the same prompts, seeds and policy"
-    for extra, word in ((["--lora-rank", 8], "not --lora-rank 8"), (["--lora-targets", "to_q"], "not a target")):
+    for extra, word in ((["--lora-rank", 8], "not --lora-rank 8"),
+                        (["--lora-targets", "to_q"], "not a target")):
         assert nft.main(small(tmp_path / "other", "--steps", 0, "--init-lora", file, *extra)) == 2
         assert word in capsys.readouterr().err
 
@@ -1482,12 +1488,14 @@ def test_a_distilled_model_needs_consent_and_has_its_own_schedule(toy, tmp_path,
     cpu = torch.device("cpu")
     for path, mu in ((folder, 1.15), (toy, None)):
         c.model = str(path)
-        engine = nft.build_engine(c, path, nft.build_policy(c, path, None, cpu), cpu)
+        ends = nft.build_ends(c, path, [], cpu)
+        engine = nft.build_engine(c, path, nft.build_policy(c, path, None, cpu), *ends)
         sample, = engine.generate([[Request('a sign that says "CAT"', seed=1)]], steps=5)
         assert torch.equal(sample.sigmas, nft.sigmas(5, 12, mu))
     del index["is_distilled"]
     (folder / "model_index.json").write_text(json.dumps(index))
-    assert nft.is_distilled(folder, "krea/Krea-2-Turbo") and not nft.is_distilled(folder, "/turbo/Krea-2-Raw/")
+    assert nft.is_distilled(folder, "krea/Krea-2-Turbo")
+    assert not nft.is_distilled(folder, "/turbo/Krea-2-Raw/")
 
 
 def test_a_model_of_the_hub_is_found_in_its_cache_offline(toy, tmp_path, monkeypatch):
@@ -1510,6 +1518,63 @@ def test_two_starts_of_one_run_do_not_mix(toy, tmp_path, capsys):
     with nft.lock_run(nft.make_config(small(tmp_path))):
         assert nft.main(small(tmp_path, "--fresh")) == 2
     assert "in use" in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_a_refused_start_leaves_no_trace(uninterrupted, tmp_path, capsys):
+    """Neither of a run that never began nor on one that did, even when asked to start over or to change."""
+    bad = ["--lora-targets", "to_x"]
+    assert nft.main(small(tmp_path, *bad)) == 2 and not (tmp_path / "run").exists()
+    runs = tmp_path / "copy"
+    shutil.copytree(uninterrupted, runs)
+    before = {p: p.read_bytes() for p in runs.rglob("*") if p.is_file() and p.suffix != ".lock"}
+    for extra, word in ((["--fresh", *bad], "to_x"), (["--allow-change", "--lora-rank", 8], "--lora-rank"),
+                        (["--steps", 3], "beyond --steps 3"), (["--steps", 4, "--lr", 1], "--lr")):
+        assert nft.main(small(runs, "--steps", 5, *extra)) == 2
+        assert word in capsys.readouterr().err
+        assert before == {p: p.read_bytes() for p in before}
+    assert nft.main(small(runs, "--steps", 4)) == 0
+
+
+@pytest.mark.parametrize("what", ["model", "train-prompts", "test-prompts"])
+def test_a_run_does_not_go_on_with_other_contents_of_the_same_name(toy, tmp_path, capsys, what):
+    folder = shutil.copytree(toy, tmp_path / "toy")
+    prompts = {k: folder / f"prompts_{k.split('-')[0]}.txt" for k in ("train-prompts", "test-prompts")}
+    again = small(tmp_path, "--model", folder, "--steps", 0,
+                  *itertools.chain(*((f"--{k}", file) for k, file in prompts.items())))
+    assert nft.main(again) == 0
+    if what == "model":
+        file = folder / "transformer" / "diffusion_pytorch_model.safetensors"
+        tensors = load_file(file)
+        save_file({k: v + 0.01 for k, v in tensors.items()}, file)
+    else:
+        prompts[what].write_text(prompts[what].read_text() + 'a sign that says "NEW"\n')
+    assert nft.main(again) == 2
+    assert f"contents of --{what}" in capsys.readouterr().err
+
+
+def test_an_engine_is_awake_and_up_to_date_whenever_it_draws(toy, tmp_path, monkeypatch):
+    """For rollouts, evaluations and pictures alike, with the policy that the step's number says."""
+    drawn = []
+
+    class Strict(TorchEngine):
+        up = False
+
+        def wake(self):
+            assert not self.up
+            self.up = True
+
+        def sleep(self):
+            assert self.up
+            self.up = False
+
+        def generate(self, units, steps):
+            assert self.up
+            drawn.append(self.version)
+            return super().generate(units, steps)
+
+    monkeypatch.setattr(nft, "TorchEngine", Strict)
+    assert nft.main(small(tmp_path, "--steps", 2, "--record-every", 1)) == 0
+    assert drawn == [0, 0, 1, 1, 2], "evaluation, rollout, pictures, rollout, evaluation"
 
 
 def test_fresh_deletes_only_what_is_a_run(toy, tmp_path, capsys):
