@@ -18,9 +18,9 @@ usage: ./launch.sh [COMMAND] [OPTIONS]
   toy           build the toy model and its prompts; training does so by itself when they are missing
   setup         make or update the environment .venv; every other command does so first
   test          run the tests; OPTIONS are pytest's, e.g. ./launch.sh test -k loss
+  bench         measure; ./launch.sh bench --help
 
-OPTIONS are passed on unchanged. Every setting: ./launch.sh RECIPE --help, or python nft_krea2.py --help.
-The toy on any machine, GPUs or not: ./launch.sh --recipe toy
+OPTIONS are passed on unchanged. --recipe toy trains the toy on any machine; with --help, it lists every setting.
 
 environment variables
   NFT_PYTHON            a Python that has all packages, used as it is: no set-up, no .venv

@@ -1,9 +1,9 @@
 """Krea-2 NFT: online reinforcement learning of the Krea-2 text-to-image model with DiffusionNFT, in one file.
 
     ./launch.sh                                   set up, then train with the recipe this machine calls for
-    python nft_krea2.py --recipe toy              a laptop CPU: a tiny Krea-2 learns to write, in minutes
-    torchrun --nproc_per_node=8 nft_krea2.py      eight GPUs: the 12B model, recipe sync8
-    python nft_krea2.py --help                    every setting, with its unit
+    ./launch.sh --recipe toy                      any machine: a tiny Krea-2 learns to write, in minutes
+    torchrun --nproc_per_node=8 nft_krea2.py --model ...   eight GPUs: the 12B model, recipe sync8
+    ./launch.sh --recipe toy --help               every setting, with its unit
 
 The loop, as in the paper (DiffusionNFT, Zheng et al. 2025): sample images with the current policy, read the
 text in them by OCR, turn the readings into advantages within each prompt's group, and move the velocity field
@@ -1929,8 +1929,8 @@ def train(c: Config) -> dict[str, float]:
     prompts = agreed(lambda: read_prompts(find(c.train_prompts), "--train-prompts"))
     held_out = agreed(lambda: read_prompts(find(c.test_prompts), "--test-prompts"))
     first = agreed(lambda: first_adapter(c))
-    first_here = int(os.environ.get("LOCAL_RANK", 0)) == 0
-    agreed(lambda: pipeline_folder(c.model) if first_here else None)    # it downloads, the others find it done
+    first_here = int(os.environ.get("LOCAL_RANK", 0)) == 0      # it downloads, the others find that done
+    agreed(lambda: pipeline_folder(c.model) if first_here else None)
     folder = agreed(lambda: pipeline_folder(c.model))
     if is_distilled(folder, c.model) and not c.allow_distilled:
         raise UsageError(f"--model {c.model} is distilled (Turbo): RL on distilled weights blurs, collapses "

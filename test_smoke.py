@@ -1514,6 +1514,13 @@ def test_a_model_of_the_hub_is_found_in_its_cache_offline(toy, tmp_path, monkeyp
         nft.pipeline_folder("someone/Krea-2-Raw@other")
 
 
+@pytest.mark.parametrize("extra, word", [(["--model", "/nowhere"], "/nowhere"), (["--lr", "x"], "--lr")])
+def test_ranks_say_a_mistake_once(toy, tmp_path, extra, word):
+    done = start(small(tmp_path, *extra), ranks=2)
+    said = [x for x in done.stderr.splitlines() if x.startswith("nft_krea2:")]
+    assert done.returncode and len(said) == 1 and word in said[0]
+
+
 def test_two_starts_of_one_run_do_not_mix(toy, tmp_path, capsys):
     with nft.lock_run(nft.make_config(small(tmp_path))):
         assert nft.main(small(tmp_path, "--fresh")) == 2
