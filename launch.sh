@@ -4,7 +4,7 @@ set -euo pipefail
 
 root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
 venv=$root/.venv
-stamp=$venv/ready       # what .venv was made from; written last, so without it the first set-up was interrupted
+stamp=$venv/ready       # what .venv was made from; written last: without it the first set-up was interrupted
 
 usage() {
     cat <<'END'
@@ -20,7 +20,7 @@ usage: ./launch.sh [COMMAND] [OPTIONS]
   test          run the tests; OPTIONS are pytest's, e.g. ./launch.sh test -k loss
   bench         measure; ./launch.sh bench --help
 
-OPTIONS are passed on unchanged. --recipe toy trains the toy on any machine; with --help, it lists every setting.
+OPTIONS are passed on unchanged. --recipe toy trains the toy on any machine; with --help it lists all settings.
 
 environment variables
   NFT_PYTHON            a Python that has all packages, used as it is: no set-up, no .venv
@@ -145,6 +145,6 @@ case $command in
     *)
         if recipe_ranks "$command" >/dev/null; then train --recipe "$@"; fi
         [[ $command =~ ^[a-z_]+$ && -f $root/tools/$command.py ]] ||
-            stop "unknown command '$command'; ./launch.sh --help lists them"
+            stop "unknown command '$command'; ./launch.sh --help lists them, --recipe $command takes a recipe"
         start "$root/tools/$command.py" "${@:2}" ;;
 esac

@@ -8,7 +8,7 @@
 The loop, as in the paper (DiffusionNFT, Zheng et al. 2025): sample images with the current policy, read the
 text in them by OCR, turn the readings into advantages within each prompt's group, and move the velocity field
 towards the good samples and away from the bad ones. The trained weights are a LoRA; the policy that samples
-is its EMA. The loss is `nft_loss`, the loop is `train`; both are meant to be changed.
+is its EMA. The loss is `nft_loss`, the loop is `loop`; both are meant to be changed.
 
 Left out on purpose: classifier-free guidance during RL (the policy that is trained is the policy that
 samples), SDE samplers and log-probabilities (NFT needs none), and training of the text encoder or the VAE.
@@ -137,7 +137,7 @@ class Config:
         "to_q,to_k,to_v,to_gate,to_out.0,ff.gate,ff.up,ff.down",
         "linears of the transformer blocks that get one (suffixes, or patterns of full names)",
     )
-    init_lora: str = opt("", "adapter to start from: a file or its folder, ours or others'; empty = nothing")
+    init_lora: str = opt("", "adapter to start from, in diffusers' form: file or folder; empty = nothing")
     lr: float = opt(3e-4, "AdamW learning rate")
     adam_beta1: float = opt(0.9, "AdamW")
     adam_beta2: float = opt(0.999, "AdamW")
@@ -162,6 +162,7 @@ class Config:
 
 
 # The published settings of the real runs; `toy` is what a laptop does in minutes (figures in the README).
+# One of your own, RECIPES["mine"] = RECIPES["toy"] | dict(lr=3e-4), starts with --recipe mine.
 RECIPES: dict[str, dict] = {
     "sync8": dict(prompts=6, samples=8, micro_batch=2, recompute="full"),
     "sync2": dict(prompts=8, samples=8, micro_batch=2, recompute="full"),
@@ -187,12 +188,15 @@ class OptionParser(argparse.ArgumentParser):
 def make_config(argv: list[str]) -> Config:
     """Defaults, then the recipe, then the command line. Raises UsageError for anything unclear."""
     settings = {f.name: f for f in dataclasses.fields(Config) if "help" in f.metadata}
-    parser = OptionParser("nft_krea2.py", allow_abbrev=False, description=__doc__.split("\n\n")[0],
+    parser = OptionParser("nft_krea2.py", "nft_krea2.py [--OPTION VALUE ...]", allow_abbrev=False,
+                          description=__doc__.split("\n\n")[0],
                           formatter_class=argparse.RawTextHelpFormatter,
-                          epilog="recipes: " + ", ".join(RECIPES))
+                          epilog="In brackets: the default, and what a recipe takes instead.")
     for name, f in settings.items():
         flag, meta = "--" + name.replace("_", "-"), f.metadata
-        text = f"{meta['help']} [{f.default if f.default != '' else 'empty'}]"
+        recipes = "".join(f"; {recipe}: {values[name]}" for recipe, values in RECIPES.items()
+                          if values.get(name, f.default) != f.default)
+        text = f"{meta['help']} [{f.default if f.default != '' else 'empty'}{recipes}]"
         if isinstance(f.default, bool):
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
         else:
@@ -216,7 +220,9 @@ def make_config(argv: list[str]) -> Config:
         raise UsageError(f"unknown recipe {recipe!r}: choose one of {', '.join(RECIPES)}")
     config = Config(**{**RECIPES[recipe], **given, "recipe": recipe})
     config.rank, config.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    config.device = config.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if not config.device and not torch.cuda.is_available():
+        raise UsageError(f"recipe {recipe} is for GPUs and torch sees none: --device cpu runs it all the same")
+    config.device = config.device or "cuda"
     config.name = config.name or f"{recipe}-{config.seed}"
     check_config(config)
     return config
@@ -1670,18 +1676,19 @@ def before_after(run: Path, first: int, last: int) -> Path:
 
 
 def memory(c: Config, device: torch.device, pids: list[int]) -> dict[str, float]:
-    """GiB: of the accelerator, or on a CPU the proportional set size of this process and its OCR workers now
-    (memory that processes share is counted once)."""
+    """GiB: of the fullest accelerator, or on CPUs the proportional set size of all ranks and their OCR
+    workers now (memory that processes share is counted once). Collective."""
     if device.type == "cuda":
-        return {"mem/allocated": torch.cuda.max_memory_allocated(device) / 2**30,
-                "mem/reserved": torch.cuda.max_memory_reserved(device) / 2**30}
+        return {"mem/allocated": total(torch.cuda.max_memory_allocated(device) / 2**30, c, "max"),
+                "mem/reserved": total(torch.cuda.max_memory_reserved(device) / 2**30, c, "max")}
     size = 0
     for pid in (os.getpid(), *pids):
         try:
             size += int(re.search(r"Pss:\s+(\d+)", Path(f"/proc/{pid}/smaps_rollup").read_text())[1])
         except (OSError, TypeError):    # a worker that is just being replaced, or a system without /proc
             continue
-    return {"mem/allocated": size / 2**20, "mem/reserved": size / 2**20}
+    size = total(size / 2**20, c)
+    return {"mem/allocated": size, "mem/reserved": size}
 
 
 # ----------------------------------------------------------------------------------------------------------
