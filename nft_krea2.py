@@ -221,7 +221,7 @@ def make_config(argv: list[str]) -> Config:
     config = Config(**{**RECIPES[recipe], **given, "recipe": recipe})
     config.rank, config.world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if not config.device and not torch.cuda.is_available():
-        raise UsageError(f"recipe {recipe} is for GPUs and torch sees none: --device cpu runs it all the same")
+        raise UsageError(f"recipe {recipe} is for GPUs, torch sees none: --device cpu runs it all the same")
     config.device = config.device or "cuda"
     config.name = config.name or f"{recipe}-{config.seed}"
     check_config(config)
