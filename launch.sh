@@ -20,7 +20,7 @@ usage: ./launch.sh [COMMAND] [OPTIONS]
   test          run the tests; OPTIONS are pytest's, e.g. ./launch.sh test -k loss
   bench         measure; ./launch.sh bench --help
 
-OPTIONS are passed on unchanged. --recipe toy trains the toy on any machine, --recipe toy --help lists settings.
+OPTIONS are passed on unchanged. --recipe toy trains the toy on any machine; --recipe toy --help: all settings.
 
 environment variables
   NFT_PYTHON            a Python that has all packages, used as it is: no set-up, no .venv
