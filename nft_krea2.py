@@ -56,10 +56,8 @@ from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
 from ocr_reward import OCRError, OCRReward, target_text
-from rollout_engine import (
-    PATCH, VAE_SCALE, EngineError, ImageDecoder, PromptEncoder, Request, RolloutEngine, Sample, TorchEngine,
-    read_json
-)
+from rollout_engine import (PATCH, VAE_SCALE, EngineError, ImageDecoder, PromptEncoder, Request,
+                            RolloutEngine, Sample, TorchEngine, read_json)
 
 HERE = Path(__file__).resolve().parent
 
@@ -200,15 +198,13 @@ def make_config(argv: list[str]) -> Config:
         if isinstance(f.default, bool):
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
         else:
-            parser.add_argument(
-                flag, type=type(f.default), choices=meta["choices"] or None, default=None, help=text,
-                metavar=type(f.default).__name__.upper() if not meta["choices"] else None
-            )
+            parser.add_argument(flag, type=type(f.default), choices=meta["choices"] or None, default=None,
+                                help=text,
+                                metavar=type(f.default).__name__.upper() if not meta["choices"] else None)
     known, unknown = parser.parse_known_args(argv)
     if unknown:
-        close = difflib.get_close_matches(
-            unknown[0].split("=")[0], ["--" + n.replace("_", "-") for n in settings], 1
-        )
+        close = difflib.get_close_matches(unknown[0].split("=")[0],
+                                          ["--" + n.replace("_", "-") for n in settings], 1)
         raise UsageError(f"unknown option {unknown[0]!r}"
                          + (f"; did you mean {close[0]}?" if close else "")
                          + " (--help lists all)")
@@ -238,10 +234,8 @@ def check_config(c: Config) -> None:
                 "optimizer_steps", "lora_rank", "micro_batch", "eval_steps", "eval_samples", "keep_states",
                 "record_every", "save_every", "height", "width"):
         need(getattr(c, key) >= 1, f"--{key.replace('_', '-')} must be at least 1, not {getattr(c, key)}")
-    for key in (
-        "steps", "train_times", "eval_every", "eval_limit", "kl_weight", "weight_decay", "max_grad_norm",
-        "ocr_surplus", "ema_rate", "text_cache"
-    ):
+    for key in ("steps", "train_times", "eval_every", "eval_limit", "kl_weight", "weight_decay",
+                "max_grad_norm", "ocr_surplus", "ema_rate", "text_cache"):
         need(getattr(c, key) >= 0, f"--{key.replace('_', '-')} must not be negative, not {getattr(c, key)}")
     for key in ("lr", "beta", "advantage_clip", "lora_alpha"):
         need(0 < getattr(c, key) < math.inf, f"--{key.replace('_', '-')} must be a positive number")
@@ -375,10 +369,8 @@ class Krea2Config:
         return cls(**ours)
 
 
-OFFICIAL_CONFIG_KEYS = {
-    "features", "tdim", "txtdim", "heads", "kvheads", "multiplier", "layers", "patch", "channels", "bias",
-    "theta", "txtlayers", "txtheads", "txtkvheads", "axes_dims"
-}
+OFFICIAL_CONFIG_KEYS = {"features", "tdim", "txtdim", "heads", "kvheads", "multiplier", "layers", "patch",
+                        "channels", "bias", "theta", "txtlayers", "txtheads", "txtkvheads", "axes_dims"}
 
 
 def official_sizes(o: dict) -> dict:
@@ -444,9 +436,8 @@ class Attention(nn.Module):
         self.norm_q, self.norm_k = RMSNorm(head, eps), RMSNorm(head, eps)
         self.to_out = nn.ModuleList([nn.Linear(dim, dim, bias=False)])  # a list: the checkpoint says to_out.0
 
-    def forward(
-        self, x: torch.Tensor, rotary: tuple | None = None, mask: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rotary: tuple | None = None,
+                mask: torch.Tensor | None = None) -> torch.Tensor:
         """x (B, L, D); mask (B, 1, 1, L) true where a key may be seen."""
         q = self.norm_q(self.to_q(x).unflatten(-1, (self.heads, -1)))       # (B, L, H, head dim)
         k = self.norm_k(self.to_k(x).unflatten(-1, (self.kv_heads, -1)))    # (B, L, K, head dim)
@@ -457,9 +448,8 @@ class Attention(nn.Module):
         # kernel takes that flag.
         group = self.heads // self.kv_heads
         k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask
-        )
+        out = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
+                                             attn_mask=mask)
         return self.to_out[0](out.transpose(1, 2).flatten(2) * torch.sigmoid(self.to_gate(x)))
 
 
@@ -482,9 +472,8 @@ class TextBlock(nn.Module):
         super().__init__()
         self.norm1, self.norm2 = (RMSNorm(c.text_hidden_dim, c.norm_eps),
                                   RMSNorm(c.text_hidden_dim, c.norm_eps))
-        self.attn = Attention(
-            c.text_hidden_dim, c.text_num_attention_heads, c.text_num_key_value_heads, c.norm_eps
-        )
+        self.attn = Attention(c.text_hidden_dim, c.text_num_attention_heads, c.text_num_key_value_heads,
+                              c.norm_eps)
         self.ff = SwiGLU(c.text_hidden_dim, c.text_intermediate_size)
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
@@ -590,10 +579,8 @@ class Krea2DiT(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.img_in.weight.dtype
 
-    def forward(
-        self, img: torch.Tensor, text: torch.Tensor, t: torch.Tensor, *,
-        text_mask: torch.Tensor | None = None, grid: tuple[int, int]
-    ) -> torch.Tensor:
+    def forward(self, img: torch.Tensor, text: torch.Tensor, t: torch.Tensor, *,
+                text_mask: torch.Tensor | None = None, grid: tuple[int, int]) -> torch.Tensor:
         """The velocity noise - data.
 
         img (B, N, 64) packed tokens, N = rows * columns of `grid`; text (B, L, taps, width); t (B,) in [0,
@@ -624,9 +611,8 @@ class Krea2DiT(nn.Module):
             if self.recompute == "full" and torch.is_grad_enabled():
                 # The second forward runs during backward: it must see the adapter that the first one saw.
                 again = functools.partial(self._recompute_context, self.adapters.name)
-                x = checkpoint(
-                    block, x, modulation, rotary, joint_keys, use_reentrant=False, context_fn=again
-                )
+                x = checkpoint(block, x, modulation, rotary, joint_keys, use_reentrant=False,
+                               context_fn=again)
             else:
                 x = block(x, modulation, rotary, joint_keys)
         # Cloned because a linear's result is a view of a flat one, and FSDP2's hooks want no view.
@@ -643,12 +629,10 @@ class Krea2DiT(nn.Module):
 # Every tensor must be used, present and of the right shape: names that bind nothing fail in silence.
 # ----------------------------------------------------------------------------------------------------------
 
-_OFFICIAL_TOP = {
-    "first": "img_in", "tmlp.0": "time_embed.linear_1", "tmlp.2": "time_embed.linear_2",
-    "tproj.1": "time_mod_proj", "txtmlp.0": "txt_in.norm", "txtmlp.1": "txt_in.linear_1",
-    "txtmlp.3": "txt_in.linear_2", "last.linear": "final_layer.linear", "last.norm": "final_layer.norm",
-    "last.modulation": "final_layer.modulation"
-}
+_OFFICIAL_TOP = {"first": "img_in", "tmlp.0": "time_embed.linear_1", "tmlp.2": "time_embed.linear_2",
+                 "tproj.1": "time_mod_proj", "txtmlp.0": "txt_in.norm", "txtmlp.1": "txt_in.linear_1",
+                 "txtmlp.3": "txt_in.linear_2", "last.linear": "final_layer.linear",
+                 "last.norm": "final_layer.norm", "last.modulation": "final_layer.modulation"}
 _OFFICIAL_PARTS = {
     "attn.wq": "attn.to_q", "attn.wk": "attn.to_k", "attn.wv": "attn.to_v", "attn.gate": "attn.to_gate",
     "attn.wo": "attn.to_out.0", "attn.qknorm.qnorm": "attn.norm_q", "attn.qknorm.knorm": "attn.norm_k",
@@ -849,9 +833,8 @@ def use_adapter(model: Krea2DiT, name: str | None):
 class LoRALinear(nn.Module):
     """A frozen linear with named low-rank adapters. Keeps the linear's own parameters and their names."""
 
-    def __init__(
-        self, base: nn.Linear, rank: int, alpha: float, names: tuple[str, ...], switch: AdapterSwitch
-    ):
+    def __init__(self, base: nn.Linear, rank: int, alpha: float, names: tuple[str, ...],
+                 switch: AdapterSwitch):
         super().__init__()
         self.weight, self.bias = base.weight, base.bias
         self.in_features, self.out_features = base.in_features, base.out_features
@@ -973,13 +956,11 @@ def save_lora(state: dict[str, torch.Tensor], file: str | Path, alpha: float) ->
         raise ValueError(f"{bad[0]} is not finite: adapter not saved")
     rank = next(iter(state.values())).shape[0]
     modules = sorted({re.sub(r"\.lora_[AB]\.weight$", "", k) for k in state})
-    meta = {
-        "transformer.r": rank, "transformer.lora_alpha": alpha, "transformer.target_modules": modules,
-        "transformer.peft_type": "LORA", "transformer.bias": "none", "transformer.lora_dropout": 0.0,
-        "transformer.use_dora": False, "transformer.use_rslora": False,
-        "transformer.init_lora_weights": False, "transformer.rank_pattern": {},
-        "transformer.alpha_pattern": {}
-    }
+    meta = {"transformer.r": rank, "transformer.lora_alpha": alpha, "transformer.target_modules": modules,
+            "transformer.peft_type": "LORA", "transformer.bias": "none", "transformer.lora_dropout": 0.0,
+            "transformer.use_dora": False, "transformer.use_rslora": False,
+            "transformer.init_lora_weights": False, "transformer.rank_pattern": {},
+            "transformer.alpha_pattern": {}}
     tensors = {f"transformer.{k}": v.contiguous() for k, v in state.items()}
     write_atomic(Path(file), lambda part: save_file(
         tensors, part, metadata={"format": "pt", "lora_adapter_metadata": json.dumps(meta, indent=2)}))
@@ -1065,11 +1046,10 @@ def pad_text(texts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor | No
 
 
 @torch.no_grad()
-def sample(
-    model: Krea2DiT, noise: torch.Tensor, text: torch.Tensor, times: torch.Tensor, grid: tuple[int, int], *,
-    text_mask: torch.Tensor | None = None, cfg: float = 0.0, negative: torch.Tensor | None = None,
-    negative_mask: torch.Tensor | None = None, on_step=None
-) -> torch.Tensor:
+def sample(model: Krea2DiT, noise: torch.Tensor, text: torch.Tensor, times: torch.Tensor,
+           grid: tuple[int, int], *, text_mask: torch.Tensor | None = None, cfg: float = 0.0,
+           negative: torch.Tensor | None = None, negative_mask: torch.Tensor | None = None,
+           on_step=None) -> torch.Tensor:
     """Euler from noise to data: x <- x + (sigma_next - sigma) v. Returns x0 tokens (B, N, 64) in noise's
     dtype.
 
@@ -1101,10 +1081,9 @@ def logit_normal_times(n: int, shift: float, gen: torch.Generator) -> torch.Tens
     return shift * u / (1 + (shift - 1) * u)
 
 
-def rectified_flow_loss(
-    model: Krea2DiT, x0: torch.Tensor, text: torch.Tensor, t: torch.Tensor, eps: torch.Tensor,
-    grid: tuple[int, int], text_mask: torch.Tensor | None = None
-) -> torch.Tensor:
+def rectified_flow_loss(model: Krea2DiT, x0: torch.Tensor, text: torch.Tensor, t: torch.Tensor,
+                        eps: torch.Tensor, grid: tuple[int, int],
+                        text_mask: torch.Tensor | None = None) -> torch.Tensor:
     """Pretraining: mean |v(x_t, t) - (eps - x0)|^2 per sample, (B,). x0, eps (B, N, 64); t (B,)."""
     v = model(noise_at(x0, eps, t), text, t, text_mask=text_mask, grid=grid)
     return (v.float() - (eps - x0).float()).square().mean(dim=(1, 2))
@@ -1152,11 +1131,9 @@ def reward_weight(advantage: torch.Tensor, clip: float = 5.0) -> torch.Tensor:
     return advantage.clamp(-clip, clip) / (2 * clip) + 0.5
 
 
-def nft_loss(
-    v_new: torch.Tensor, v_old: torch.Tensor, x_t: torch.Tensor, x0: torch.Tensor, t: torch.Tensor,
-    r: torch.Tensor, *, beta: float = 1.0, clip: float = 5.0, adaptive: bool = True, kl_weight: float = 0.0,
-    v_ref: torch.Tensor | None = None
-) -> torch.Tensor:
+def nft_loss(v_new: torch.Tensor, v_old: torch.Tensor, x_t: torch.Tensor, x0: torch.Tensor, t: torch.Tensor,
+             r: torch.Tensor, *, beta: float = 1.0, clip: float = 5.0, adaptive: bool = True,
+             kl_weight: float = 0.0, v_ref: torch.Tensor | None = None) -> torch.Tensor:
     """c (r L+ + (1 - r) L-) / beta  [+ kl_weight mean |v_new - v_ref|^2], per sample: (B,) float64.
 
         v+ = beta v_new + (1 - beta) v_old        v- = (1 + beta) v_old - beta v_new
@@ -1435,9 +1412,8 @@ def loss_terms(samples: list[Sample], r: torch.Tensor, valid: torch.Tensor, c: C
         p, s = x.request.prompt_index, x.request.sample_index
         if x.request.spare or not valid[p, s]:
             continue
-        order = torch.randperm(
-            len(trained_times(c)), generator=generator(c.seed, "times", step, p, s)
-        ).tolist()
+        order = torch.randperm(len(trained_times(c)),
+                               generator=generator(c.seed, "times", step, p, s)).tolist()
         for i, k in enumerate(order[: c.train_times or None]):
             dealt[i % c.optimizer_steps].append(Term(x, float(r[p, s]), k))
     batches = [[terms[i:i + c.micro_batch] for i in range(0, len(terms), c.micro_batch)] for terms in dealt]
@@ -1450,10 +1426,8 @@ def loss_terms(samples: list[Sample], r: torch.Tensor, valid: torch.Tensor, c: C
 def noised(batch: list[Term], c: Config, step: int, device: torch.device) -> dict[str, torch.Tensor]:
     """The tensors of a micro-batch: x0, x_t (B, N, 64) fp32, t (B,), text and its mask."""
     x0 = torch.stack([term.sample.x0.float() for term in batch])
-    key = [
-        (term.sample.request.prompt_index, term.sample.request.sample_index, term.time_index)
-        for term in batch
-    ]
+    key = [(term.sample.request.prompt_index, term.sample.request.sample_index, term.time_index)
+           for term in batch]
     eps = torch.stack([torch.randn(x0.shape[1:], generator=generator(c.seed, "eps", step, *k)) for k in key])
     t = torch.stack([term.sample.sigmas[term.time_index] for term in batch]).to(device)
     text, mask = pad_text([term.sample.text for term in batch])
@@ -1551,15 +1525,13 @@ def evaluate(engine: RolloutEngine, reward: OCRReward, prompts: list[str], c: Co
 
     Writes eval/step_N.jsonl, an object for each image, and a picture of the first ones.
     """
-    samples, readings, *_ = draw_and_read(
-        engine, reward, evaluation_requests(c, prompts), c.eval_steps, c, "evaluate"
-    )
+    samples, readings, *_ = draw_and_read(engine, reward, evaluation_requests(c, prompts), c.eval_steps, c,
+                                          "evaluate")
     failed = refuse_failures(readings, c, f"evaluation at step {step}")
     good = [x for x in readings if x.reward is not None]
-    result = {
-        "eval/ocr_test": sum(x.reward for x in good) / len(good),
-        "eval/exact": sum(x.exact for x in good) / len(good), "eval/failed": failed, "eval/images": len(good)
-    }
+    result = {"eval/ocr_test": sum(x.reward for x in good) / len(good),
+              "eval/exact": sum(x.exact for x in good) / len(good), "eval/failed": failed,
+              "eval/images": len(good)}
     images = shown_images(samples, c)
     if c.rank == 0:
         save_grid(run / "images" / f"step_{step:04d}.png", images, readings, c)
@@ -1567,9 +1539,8 @@ def evaluate(engine: RolloutEngine, reward: OCRReward, prompts: list[str], c: Co
             json.dumps(dataclasses.asdict(x), ensure_ascii=False) for x in readings
         ]
         # Last, because this file says that the evaluation is done.
-        write_atomic(
-            run / "eval" / f"step_{step}.jsonl", lambda part: part.write_text("\n".join(lines) + "\n")
-        )
+        write_atomic(run / "eval" / f"step_{step}.jsonl",
+                     lambda part: part.write_text("\n".join(lines) + "\n"))
     return result
 
 
@@ -1643,9 +1614,8 @@ def trim_metrics(run: Path, step: int) -> None:
         write_atomic(file, lambda part: part.write_text("".join(x + "\n" for x in lines)))
 
 
-def save_grid(
-    path: Path, images: list[tuple[int, int, torch.Tensor]], readings: list[Reading], c: Config
-) -> None:
+def save_grid(path: Path, images: list[tuple[int, int, torch.Tensor]], readings: list[Reading],
+              c: Config) -> None:
     """A picture of images at (row = sample, column = prompt), each with target and reading below it."""
     captions = {(x.prompt_index, x.sample_index): (target_text(x.prompt), x.text, x.reward) for x in readings}
     columns, rows = 1 + max(p for p, *_ in images), 1 + max(s for _, s, _ in images)
@@ -1801,9 +1771,8 @@ def save_state(run: Path, model: Krea2DiT, optimizer: torch.optim.Optimizer, c: 
         final, part = run / "state" / f"step_{step}", run / "state" / f".step_{step}.part"
         for leftover in (part, final):
             shutil.rmtree(leftover, ignore_errors=True)
-        write_atomic(
-            part / "state.safetensors", lambda f: save_file(tensors, f, metadata={"step": str(step)})
-        )
+        write_atomic(part / "state.safetensors",
+                     lambda f: save_file(tensors, f, metadata={"step": str(step)}))
         os.replace(part, final)
         for _, old in state_folders(run)[:-c.keep_states]:
             shutil.rmtree(old)
@@ -1990,10 +1959,9 @@ def awake(engine: RolloutEngine, model: Krea2DiT, version: int):
     engine.sleep()
 
 
-def loop(
-    c: Config, run: Path, model: Krea2DiT, optimizer: torch.optim.Optimizer, engine: RolloutEngine,
-    reward: OCRReward, prompts: list[str], held_out: list[str], start: int, device: torch.device
-) -> None:
+def loop(c: Config, run: Path, model: Krea2DiT, optimizer: torch.optim.Optimizer, engine: RolloutEngine,
+         reward: OCRReward, prompts: list[str], held_out: list[str], start: int,
+         device: torch.device) -> None:
     """Rollouts `start` to `steps`, with an evaluation before the first and after the last."""
     def measure(step: int) -> dict[str, float]:
         began = time.monotonic()
@@ -2021,9 +1989,8 @@ def loop(
 
         # Reward -> advantage -> r
         rewards, valid = reward_table(readings, c, step)
-        r = reward_weight(
-            advantages(rewards, mean=c.advantage_mean, std=c.advantage_std, valid=valid), c.advantage_clip
-        )
+        r = reward_weight(advantages(rewards, mean=c.advantage_mean, std=c.advantage_std, valid=valid),
+                          c.advantage_clip)
 
         # Train on them
         training = time.monotonic()
@@ -2069,9 +2036,8 @@ def save_adapter(run: Path, model: Krea2DiT, c: Config, step: int) -> None:
 def draw_pictures(engine: RolloutEngine, reward: OCRReward, held_out: list[str], c: Config, run: Path,
                   step: int) -> None:
     """images/step_N.png: the fixed prompts and seeds under the present policy."""
-    samples, readings, *_ = draw_and_read(
-        engine, reward, shown_requests(c, held_out), c.eval_steps, c, "pictures"
-    )
+    samples, readings, *_ = draw_and_read(engine, reward, shown_requests(c, held_out), c.eval_steps, c,
+                                          "pictures")
     images = shown_images(samples, c)
     if c.rank == 0:
         save_grid(run / "images" / f"step_{step:04d}.png", images, readings, c)

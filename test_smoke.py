@@ -1684,7 +1684,9 @@ def test_diffusers_draws_the_toy_as_the_engine_does(toy):
     theirs = pipeline(prompt=prompt, height=32, width=96, num_inference_steps=10, guidance_scale=0.0,
                       latents=noise, output_type="np").images[0]
     c = nft.make_config(["--recipe", "toy"])
-    engine = nft.build_engine(c, nft.build_policy(c, torch.device("cpu")), torch.device("cpu"))
+    cpu = torch.device("cpu")
+    ends = nft.build_ends(c, toy, [prompt], cpu)
+    engine = nft.build_engine(c, toy, nft.build_policy(c, toy, None, cpu), *ends)
     ours = next(engine.generate([[Request(prompt, seed)]], 10)).image.numpy() / 255
     assert np.abs(theirs - ours).max() < 0.02
 
