@@ -29,13 +29,16 @@ import fcntl
 import fnmatch
 import functools
 import hashlib
+import importlib.metadata
 import json
 import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -49,9 +52,9 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 from tqdm import tqdm
 
@@ -153,6 +156,7 @@ class Config:
     record_every: int = opt(10, "rollouts between two records: LoRA file and image grid", free=True)
     save_every: int = opt(10, "rollouts between two checkpoints", free=True)
     keep_states: int = opt(2, "newest resumable checkpoints that are kept", free=True)
+    keep_every: int = opt(0, "rollouts between two that stay for good; 0 = none do", free=True)
 
     # Filled in by make_config, not settable
     rank: int = field(default=0, metadata={"derived": True})
@@ -235,7 +239,7 @@ def check_config(c: Config) -> None:
                 "record_every", "save_every", "height", "width"):
         need(getattr(c, key) >= 1, f"--{key.replace('_', '-')} must be at least 1, not {getattr(c, key)}")
     for key in ("steps", "train_times", "eval_every", "eval_limit", "kl_weight", "weight_decay",
-                "max_grad_norm", "ocr_surplus", "ema_rate", "text_cache"):
+                "max_grad_norm", "ocr_surplus", "ema_rate", "text_cache", "keep_every"):
         need(getattr(c, key) >= 0, f"--{key.replace('_', '-')} must not be negative, not {getattr(c, key)}")
     for key in ("lr", "beta", "advantage_clip", "lora_alpha"):
         need(0 < getattr(c, key) < math.inf, f"--{key.replace('_', '-')} must be a positive number")
@@ -1221,11 +1225,9 @@ def rows_here(p: torch.Tensor) -> tuple[int, int]:
 
 @torch.no_grad()
 def copy_whole_(p: torch.Tensor, value: torch.Tensor) -> None:
-    """p <- value (whole, equal on every rank), keeping p's sharding."""
-    value = value.to(p.device, p.dtype)
-    if isinstance(p, DTensor):
-        value = distribute_tensor(value, p.device_mesh, p.placements).to_local()
-    local(p).copy_(value)
+    """p <- value (whole, equal on every rank), keeping p's sharding; no rank waits for another."""
+    first, last = rows_here(p)
+    local(p).copy_(value[first:last])
 
 
 def gather_list(items: list) -> list:
@@ -1664,9 +1666,9 @@ def memory(c: Config, device: torch.device, pids: list[int]) -> dict[str, float]
 # ----------------------------------------------------------------------------------------------------------
 # Checkpoints
 #
-# runs/NAME/state/step_N/state.safetensors: live and EMA adapters and AdamW's moments as whole tensors, so
-# that a run may go on with another number of ranks. Everything random is a function of the step, so the step
-# is all the rest.
+# runs/NAME/state/step_N/: rank_R.safetensors, each rank's rows of the live and the EMA adapter and of AdamW's
+# moments, and state.json. End to end the rows are whole tensors, so a run may go on with another number of
+# ranks. Everything random is a function of the step, so the step is all the rest.
 # ----------------------------------------------------------------------------------------------------------
 
 @contextlib.contextmanager
@@ -1743,6 +1745,8 @@ def open_run(run: Path, c: Config, contents: dict[str, str]) -> None:
                 shutil.rmtree(run)
             for folder in ("images", "state", "lora"):
                 (run / folder).mkdir(parents=True, exist_ok=True)
+            for unfinished in (run / "state").glob(".step_*"):
+                shutil.rmtree(unfinished)
             text = json.dumps(settings_table(c) | contents, indent=2) + "\n"
             write_atomic(run / "config.json", lambda part: part.write_text(text))
         except OSError as e:
@@ -1757,51 +1761,165 @@ def state_folders(run: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-def save_state(run: Path, model: Krea2DiT, optimizer: torch.optim.Optimizer, c: Config, step: int) -> None:
-    """Write state/step_N under a temporary name, sync, rename; then drop all but the newest `keep_states`."""
-    live = adapter_state(model, "live")
-    tensors = {f"{kind}.{k}": v for kind, state in (("live", live), ("ema", adapter_state(model, "ema")))
-               for k, v in state.items()}
-    for moment in ("exp_avg", "exp_avg_sq"):
-        for key, p in zip(live, adapter_parameters(model, "live")):
-            if p in optimizer.state:
-                tensors[f"{moment}.{key}"] = whole(optimizer.state[p][moment]).cpu().clone()
-    tensors["updates"] = torch.tensor(updates_made(optimizer))
-    if c.rank == 0:
-        final, part = run / "state" / f"step_{step}", run / "state" / f".step_{step}.part"
-        for leftover in (part, final):
-            shutil.rmtree(leftover, ignore_errors=True)
-        write_atomic(part / "state.safetensors",
-                     lambda f: save_file(tensors, f, metadata={"step": str(step)}))
+MOMENTS = ("exp_avg", "exp_avg_sq")     # AdamW's
+
+
+@dataclass(slots=True, frozen=True)
+class Snapshot:
+    """What a run needs to go on after `step` rollouts: this rank's rows of it, in host memory."""
+    step: int
+    updates: int                            # optimiser steps so far
+    tensors: dict[str, torch.Tensor]        # KIND.KEY, KIND = live, ema or one of MOMENTS
+
+
+def snapshot(model: Krea2DiT, optimizer: torch.optim.Optimizer, step: int) -> Snapshot:
+    live = adapter_parameters(model, "live")
+    kinds = {"live": live, "ema": adapter_parameters(model, "ema")}
+    if optimizer.state:
+        kinds |= {m: [optimizer.state[p][m] for p in live] for m in MOMENTS}
+    return Snapshot(step, updates_made(optimizer),
+                    {f"{kind}.{key}": local(p.detach()).to("cpu", copy=True)
+                     for kind, values in kinds.items() for key, p in zip(adapter_keys(model), values)})
+
+
+class StateWriter:
+    """Writes checkpoints while training goes on: a thread of each rank writes that rank's rows; rank 0's sees
+    all of them there (so `runs` is a folder that all nodes share) and gives the whole its name."""
+
+    def __init__(self, run: Path, c: Config):
+        self.folder, self.c = run / "state", c
+        self.kept: list[Snapshot] = []      # of the last two steps: ranks may stand one apart when stopped
+        self.thread: threading.Thread | None = None
+        self.problem, self.stopping = "", False
+
+    def keep(self, state: Snapshot) -> None:
+        self.kept = [*self.kept, state][-2:]
+
+    def start(self) -> None:
+        """Begin to write the newest snapshot, once the one before is written."""
+        self.wait()
+        self.thread = threading.Thread(target=self._save, args=(self.kept[-1:], 600))
+        self.thread.start()
+
+    def wait(self) -> None:
+        """Until nothing is being written. Raises TrainingError when something could not be."""
+        if self.thread is not None:
+            self.thread.join()
+        if self.problem:
+            raise TrainingError(self.problem)
+
+    def stop(self) -> int:
+        """Save the newest step that all ranks have; returns it, 0 when there is none. Within seconds, since
+        whoever stops a process kills it soon after."""
+        self.stopping = True
+        if self.thread is not None:
+            self.thread.join()
+        return self._save(self.kept, 8 if self.c.rank == 0 else 16)
+
+    def _save(self, states: list[Snapshot], patience: float) -> int:
+        """Write the snapshots; returns the newest step that is then whole, within `patience` seconds."""
+        try:
+            for state in states:
+                if not (self.folder / f"step_{state.step}").is_dir():
+                    write_atomic(self.folder / f".step_{state.step}.part" / f"rank_{self.c.rank}.safetensors",
+                                 lambda part, state=state: save_file(state.tensors, part))
+            deadline = time.monotonic() + patience
+            for state in reversed(states):
+                while not self._is_whole(state):
+                    if time.monotonic() > deadline:
+                        break
+                    time.sleep(0.02)
+                else:
+                    return state.step
+            self.problem = (f"not all ranks' parts of a checkpoint are in {self.folder} after {patience} s: "
+                            "--runs must be a folder that all nodes share")
+        except (OSError, SafetensorError) as e:
+            self.problem = (f"a checkpoint could not be written to {self.folder} ({e}): the last whole one "
+                            "stands, and the same command goes on from it")
+        return 0
+
+    def _is_whole(self, state: Snapshot) -> bool:
+        """Whether the checkpoint has its name; rank 0 gives it as soon as all parts are there."""
+        final = self.folder / f"step_{state.step}"
+        part = self.folder / f".step_{state.step}.part"
+        if self.c.rank > 0 or final.is_dir():
+            return final.name in os.listdir(self.folder)    # which asks a network disk, as is_dir may not
+        if not {f"rank_{r}.safetensors" for r in range(self.c.world)} <= set(os.listdir(part)):
+            return False
+        versions = {p: importlib.metadata.version(p) for p in ("torch", "diffusers", "transformers")}
+        about = {"step": state.step, "updates": state.updates, "ranks": self.c.world,
+                 "prompt_position": state.step * self.c.prompts, "settings": settings_table(self.c),
+                 "versions": versions}
+        write_atomic(part / "state.json", lambda f: f.write_text(json.dumps(about, indent=2) + "\n"))
         os.replace(part, final)
-        for _, old in state_folders(run)[:-c.keep_states]:
-            shutil.rmtree(old)
+        for step, old in state_folders(self.folder.parent)[:-self.c.keep_states]:
+            if not self.c.keep_every or step % self.c.keep_every:
+                shutil.rmtree(old.rename(part))     # never half a folder under a finished one's name
+        return True
 
 
-def load_state(run: Path, model: Krea2DiT, optimizer: torch.optim.Optimizer, c: Config) -> int:
+@contextlib.contextmanager
+def saving_on_sigterm(writer: StateWriter, c: Config):
+    """Within the block SIGTERM (Slurm's, a spot machine's) saves the last whole step and ends this process
+    with status 0. A thread does it: the main one may sit in a kernel or a collective for long."""
+    heard, ring = os.pipe()
+    os.set_blocking(ring, False)
+
+    def watch() -> None:
+        while (signals := os.read(heard, 1)) and signals[0] != signal.SIGTERM:
+            pass
+        if signals:
+            step = writer.stop()
+            log(writer.problem or f"stopped by SIGTERM with step {step} saved; the same command goes on", c,
+                writer.folder.parent)
+            os._exit(1 if writer.problem else 0)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    before = signal.signal(signal.SIGTERM, lambda *_: None), signal.set_wakeup_fd(ring)
+    watcher.start()
+    try:
+        yield
+    finally:
+        if writer.stopping:     # whatever ended the block: another rank may be gone already
+            watcher.join()
+        if writer.thread is not None:
+            writer.thread.join(5)   # also after a mistake: the last step won is being written
+        signal.signal(signal.SIGTERM, before[0])
+        signal.set_wakeup_fd(before[1])
+        os.close(ring)
+        watcher.join()
+        os.close(heard)
+
+
+def read_state(folder: Path, kind: str) -> dict[str, torch.Tensor]:
+    """The whole tensors of one KIND, see Snapshot, of a checkpoint. Raises UsageError."""
+    try:
+        parts = []
+        for r in range(read_json(folder / "state.json", UsageError)["ranks"]):
+            with safe_open(folder / f"rank_{r}.safetensors", "pt") as f:
+                parts.append({k.removeprefix(kind + "."): f.get_tensor(k) for k in f.keys()
+                              if k.startswith(kind + ".")})
+    except (SafetensorError, OSError, KeyError) as e:
+        raise UsageError(f"{folder} cannot be read ({e}): delete it to go on from the one before") from e
+    return {k: torch.cat([part[k] for part in parts]) for k in parts[0]}
+
+
+def load_state(run: Path, model: Krea2DiT, optimizer: torch.optim.Optimizer) -> int:
     """Restore the newest checkpoint; returns the rollouts it has been trained on, 0 when there is none."""
     folders = state_folders(run)
     if not folders:
         return 0
     step, folder = folders[-1]
-    try:
-        tensors = load_file(folder / "state.safetensors")
-    except (SafetensorError, OSError) as e:
-        raise UsageError(f"{folder} cannot be read ({e}): delete it to go on from the one before") from e
-
-    def part(kind: str) -> dict[str, torch.Tensor]:
-        return {k.removeprefix(kind + "."): v for k, v in tensors.items() if k.startswith(kind + ".")}
-
     for name in ("live", "ema"):
-        set_adapter(model, name, part(name))
-    moments = {m: part(m) for m in ("exp_avg", "exp_avg_sq")}
-    updates = tensors.get("updates", torch.tensor(step * c.optimizer_steps))    # older runs did not say
-    for key, p in zip(adapter_keys(model), adapter_parameters(model, "live")):
-        if key in moments["exp_avg"]:
-            optimizer.state[p] = {"step": updates.float().clone()}
-            for moment, values in moments.items():
-                optimizer.state[p][moment] = torch.zeros_like(p)
-                copy_whole_(optimizer.state[p][moment], values[key])
+        set_adapter(model, name, read_state(folder, name))
+    updates = torch.tensor(float(read_json(folder / "state.json", UsageError)["updates"]))
+    for moment in MOMENTS:
+        whole_ones = read_state(folder, moment)
+        for key, p in zip(adapter_keys(model), adapter_parameters(model, "live")):
+            if key in whole_ones:
+                own = optimizer.state[p]
+                own["step"], own[moment] = updates.clone(), torch.zeros_like(p)
+                copy_whole_(own[moment], whole_ones[key])
     return step
 
 
@@ -1931,7 +2049,7 @@ def train_in(c: Config, folder: Path, first: dict[str, torch.Tensor] | None, pro
         model = build_policy(c, folder, first, device)
         optimizer = torch.optim.AdamW(adapter_parameters(model, "live"), lr=c.lr, weight_decay=c.weight_decay,
                                       betas=(c.adam_beta1, c.adam_beta2))
-        start = 0 if c.fresh else load_state(run, model, optimizer, c)
+        start = 0 if c.fresh else agreed(lambda: load_state(run, model, optimizer))
         engine = build_engine(c, folder, model, encoder, decoder)
         reward.warm_up()
         # From here on nothing refuses the settings: only now is the folder changed, or started over.
@@ -1943,8 +2061,11 @@ def train_in(c: Config, folder: Path, first: dict[str, torch.Tensor] | None, pro
                 f"blur, then collapse. Its schedule is used, mu {TURBO_MU}.", c, run)
         log(f"ready: {run}, recipe {c.recipe}, seed {c.seed}, rollouts {start} to {c.steps}, "
             f"{sum(p.numel() for p in adapter_parameters(model, 'live')):,} trained weights", c, run)
+        writer = StateWriter(run, c)
         try:
-            loop(c, run, model, optimizer, engine, reward, prompts, held_out, start, device)
+            with saving_on_sigterm(writer, c):
+                loop(c, run, model, optimizer, engine, reward, writer, prompts, held_out, start, device)
+                writer.wait()
         finally:
             engine.close()
     return final_table(run, c)
@@ -1960,7 +2081,7 @@ def awake(engine: RolloutEngine, model: Krea2DiT, version: int):
 
 
 def loop(c: Config, run: Path, model: Krea2DiT, optimizer: torch.optim.Optimizer, engine: RolloutEngine,
-         reward: OCRReward, prompts: list[str], held_out: list[str], start: int,
+         reward: OCRReward, writer: StateWriter, prompts: list[str], held_out: list[str], start: int,
          device: torch.device) -> None:
     """Rollouts `start` to `steps`, with an evaluation before the first and after the last."""
     def measure(step: int) -> dict[str, float]:
@@ -1976,7 +2097,7 @@ def loop(c: Config, run: Path, model: Krea2DiT, optimizer: torch.optim.Optimizer
         measure(0)
     bar = tqdm(range(start, c.steps), initial=start, total=c.steps, desc="rollouts", dynamic_ncols=True,
                disable=c.rank > 0 or not sys.stderr.isatty())
-    saving = 0.0    # seconds that the checkpoint before this step took
+    saving = 0.0    # seconds that training stood still for the checkpoint before this step
     for step in bar:
         began = time.monotonic()
         # Rollout: the EMA policy draws P x S images, the OCR workers read them
@@ -2020,10 +2141,11 @@ def loop(c: Config, run: Path, model: Krea2DiT, optimizer: torch.optim.Optimizer
             f"{metrics['reward/exact']:.2f}  loss {metrics['loss/nft']:.4f}  {trained - began:.1f} s",
             c, run, screen=not sys.stderr.isatty())     # a terminal has the bar
         # The state last: a stop before this line repeats the step, one after it has nothing left to do.
+        saved = time.monotonic()
+        writer.keep(snapshot(model, optimizer, done))
         if done % c.save_every == 0 or done == c.steps:
-            saved = time.monotonic()
-            save_state(run, model, optimizer, c, done)
-            saving = time.monotonic() - saved
+            writer.start()
+        saving = time.monotonic() - saved
 
 
 def save_adapter(run: Path, model: Krea2DiT, c: Config, step: int) -> None:

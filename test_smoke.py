@@ -15,12 +15,13 @@ import itertools
 import json
 import math
 import os
+import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import matplotlib
@@ -1328,8 +1329,10 @@ def metrics(runs: Path) -> list[dict]:
 
 
 def last_state(runs: Path) -> dict[str, torch.Tensor]:
-    step, folder = nft.state_folders(runs / "run")[-1]
-    return load_file(folder / "state.safetensors")
+    """All tensors of the newest checkpoint, whole, as KIND.KEY."""
+    folder = nft.state_folders(runs / "run")[-1][1]
+    return {f"{kind}.{k}": v for kind in ("live", "ema", *nft.MOMENTS)
+            for k, v in nft.read_state(folder, kind).items()}
 
 
 def held_out(runs: Path, step: int) -> float:
@@ -1360,6 +1363,9 @@ def test_a_run_leaves_what_the_readme_promises(uninterrupted):
     assert alpha == 16 and all(torch.equal(state[k], ema[k]) for k in ema), "users get the EMA adapter"
     assert any(v.abs().max() > 0 for k, v in state.items() if ".lora_B." in k)
     assert [step for step, _ in nft.state_folders(run)] == [3, 4], "the last two states are kept"
+    about = json.loads((run / "state" / "step_4" / "state.json").read_text())
+    assert (about["step"], about["updates"], about["ranks"], about["prompt_position"]) == (4, 8, 1, 8)
+    assert about["versions"]["torch"] == torch.__version__.split("+")[0] and about["settings"]["lr"] == 1e-3
     assert (run / "log.txt").read_text().count("reward") >= 6, "every rollout and both evaluations"
 
 
@@ -1398,10 +1404,130 @@ def test_a_killed_run_goes_on_and_a_finished_one_says_so(uninterrupted, tmp_path
     assert running.wait(60) == 130
     assert_good(start(small(tmp_path, "--steps", 4)))
     straight, resumed = last_state(uninterrupted), last_state(tmp_path)
-    assert all(torch.equal(straight[k], resumed[k]) for k in straight)
+    assert straight.keys() == resumed.keys() and all(torch.equal(straight[k], resumed[k]) for k in straight)
     again = start(small(tmp_path, "--steps", 4))
     assert_good(again)
     assert "finished" in again.stdout and "held-out reward" in again.stdout
+
+
+def launched(runs: Path, *more: str, ranks: int = 1) -> subprocess.Popen:
+    """A small run in the background, under its own torchrun when it has several ranks."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    launch = TRAINER if ranks == 1 else [*torchrun, TRAINER[1]]
+    return subprocess.Popen([*launch, *small(runs, *more)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                            text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def await_file(path: Path, running: subprocess.Popen) -> None:
+    deadline = time.monotonic() + 180
+    while not path.exists():
+        assert running.poll() is None and time.monotonic() < deadline, running.communicate()[0][-3000:]
+        time.sleep(0.02)
+
+
+def children(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
+
+
+def test_sigterm_saves_the_last_step_and_ends_with_0(uninterrupted, tmp_path):
+    running = launched(tmp_path, "--steps", 4, "--save-every", 100)      # no other reason to save
+    await_file(tmp_path / "run" / "metrics.jsonl", running)
+    time.sleep(1)
+    running.terminate()
+    said = running.communicate(timeout=60)[0]
+    assert running.returncode == 0, said
+    step = nft.state_folders(tmp_path / "run")[-1][0]
+    assert 1 <= step < 4 and f"step {step} saved" in said, said
+    assert_good(start(small(tmp_path, "--steps", 4)))
+    straight, resumed = last_state(uninterrupted), last_state(tmp_path)
+    assert straight.keys() == resumed.keys() and all(torch.equal(straight[k], resumed[k]) for k in straight)
+
+
+def test_sigterm_to_all_ranks_saves_a_step_that_another_rank_count_goes_on_from(uninterrupted, tmp_path):
+    running = launched(tmp_path, "--steps", 4, "--save-every", 100, ranks=2)
+    await_file(tmp_path / "run" / "metrics.jsonl", running)
+    time.sleep(1)
+    ranks = [pid for pid in children(running.pid) if "nft_krea2" in Path(f"/proc/{pid}/cmdline").read_text()]
+    assert len(ranks) == 2
+    for pid in ranks:       # as Slurm does
+        os.kill(pid, signal.SIGTERM)
+    said = running.communicate(timeout=60)[0]
+    step, folder = nft.state_folders(tmp_path / "run")[-1]
+    assert running.returncode == 0 and f"step {step} saved" in said, said
+    assert {x.name for x in folder.iterdir()} == {"rank_0.safetensors", "rank_1.safetensors", "state.json"}
+    assert_good(start(small(tmp_path, "--steps", 4)))
+    for a, b in zip(metrics(uninterrupted), metrics(tmp_path), strict=True):
+        assert a["reward/mean"] == b["reward/mean"]
+        assert a["loss/nft"] == pytest.approx(b["loss/nft"], rel=1e-4)
+
+
+def state_writer(tmp_path: Path, **settings) -> nft.StateWriter:
+    (tmp_path / "state").mkdir(exist_ok=True)
+    return nft.StateWriter(tmp_path, nft.Config(**settings))
+
+
+def snapshot_of(step: int, value: float = 0.0, rows: int = 2) -> nft.Snapshot:
+    return nft.Snapshot(step, step, {"live.x": torch.full((rows, 3), value)})
+
+
+def test_the_newest_checkpoints_stay_and_every_nth_for_good(tmp_path):
+    writer = state_writer(tmp_path, keep_states=2, keep_every=3)
+    for step in range(1, 9):
+        writer.keep(snapshot_of(step))
+        writer.start()
+    writer.wait()
+    assert [step for step, _ in nft.state_folders(tmp_path)] == [3, 6, 7, 8]
+    assert not list((tmp_path / "state").glob(".*")), "no leftover"
+
+
+def test_ranks_a_step_apart_save_the_step_that_both_have(tmp_path):
+    ahead, behind = state_writer(tmp_path, rank=0, world=2), state_writer(tmp_path, rank=1, world=2)
+    for step in (4, 5):
+        ahead.keep(snapshot_of(step, value=0))
+    for step in (3, 4):
+        behind.keep(snapshot_of(step, value=1, rows=1))
+    with ThreadPoolExecutor() as pool:
+        saved = [x.result() for x in [pool.submit(writer.stop) for writer in (behind, ahead)]]
+    assert saved == [4, 4] and [step for step, _ in nft.state_folders(tmp_path)] == [4]
+    whole = nft.read_state(tmp_path / "state" / "step_4", "live")["x"]
+    assert whole[:, 0].tolist() == [0, 0, 1], "rows of rank 0, then of rank 1"
+
+
+def test_a_rank_whose_part_never_comes_is_told_and_nothing_counts(tmp_path):
+    alone = state_writer(tmp_path, rank=0, world=2)
+    alone._save([snapshot_of(1)], 0.1)
+    with pytest.raises(nft.TrainingError, match="all nodes share"):
+        alone.wait()
+    assert nft.state_folders(tmp_path) == []
+
+
+def test_a_full_disk_stops_with_a_sentence_and_the_last_checkpoint_stands(tmp_path):
+    writer = state_writer(tmp_path)
+    writer.keep(snapshot_of(1))
+    writer.start()
+    writer.wait()
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))         # a write beyond it fails
+    try:
+        writer.keep(snapshot_of(2, rows=10_000))
+        writer.start()
+        with pytest.raises(nft.TrainingError, match="could not be written.*last whole one stands"):
+            writer.wait()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert [step for step, _ in nft.state_folders(tmp_path)] == [1]
+
+
+def test_a_spoilt_checkpoint_is_named(tmp_path):
+    writer = state_writer(tmp_path)
+    writer.keep(snapshot_of(1))
+    writer.start()
+    writer.wait()
+    file = tmp_path / "state" / "step_1" / "rank_0.safetensors"
+    file.write_bytes(file.read_bytes()[:50])
+    with pytest.raises(UsageError, match="step_1 cannot be read.*delete it"):
+        nft.read_state(file.parent, "live")
 
 
 def test_settings_that_decide_results_may_not_change_on_resume(uninterrupted):
